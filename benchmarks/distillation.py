@@ -85,7 +85,7 @@ def generate(seed: int, teacher: Any, folder: Path) -> tuple[list[dict[str, Any]
     command = [sys.executable, "-m", "verifiers_rl.cli.rl", "generate"]
     command += ["@", str(REVERSE_TEXT / "rl.toml"), "--model", teacher.model, "-o", str(data)]
     command += ["-n", "1", "--examples", str(NUM_PROMPTS)]
-    command += ["--base-url", f"{teacher.base_url}/v1", "--served-model", teacher.model]
+    command += ["--endpoint", f"{teacher.base_url}/v1", teacher.model]
     command += ["--api-key-var", TOKEN_VARIABLE]
     start = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)

@@ -58,7 +58,8 @@ from raw_broadcast import RawReceiver
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from verifiers_rl.cli.children import LocalChild, answers
+from verifiers_rl.cli.children import LocalChild
+from verifiers_rl.cli.supervise import answers
 from verifiers_rl.inference.client import (
     TOKEN_VARIABLE,
     InferenceClient,

@@ -23,6 +23,7 @@ import verifiers_rl  # noqa: F401 (before transformers: see its torchvision_oper
 # isort: split
 import transformers
 from pydantic import AfterValidator, GetPydanticSchema
+from pydantic.fields import FieldInfo
 from transformers import TrainingArguments
 
 from verifiers_rl import RLConfig, config
@@ -156,8 +157,13 @@ def _rule_text(rule: AfterValidator) -> str:
     raise ValueError(f"no value in PROBES is refused by {rule}")
 
 
-def default_of(option: Field[Any]) -> str:
-    value = option.default_factory() if option.default_factory is not MISSING else option.default
+def default_of(option: Field[Any] | FieldInfo) -> str:
+    if isinstance(option, FieldInfo):
+        value = option.get_default(call_default_factory=True)
+    elif option.default_factory is not MISSING:
+        value = option.default_factory()
+    else:
+        value = option.default
     if value is None:
         return "left out"
     if isinstance(value, bool):
@@ -240,8 +246,9 @@ def toml_keys() -> str:
 
 
 def _toml_defaults() -> dict[tuple[str, str], str]:
-    env = {option.name: option for option in fields(cli_config.EnvTable)}
-    run = {option.name: option for option in fields(cli_config.RunConfig)}
+    env = cli_config.EnvTable.model_fields
+    inference = cli_config.InferenceTable.model_fields
+    trainer = cli_config.TrainerTable.model_fields
     learning = {option.name: option for option in fields(Distillation)}
     teacher = {option.name: option for option in fields(Teacher)}
     return {
@@ -264,8 +271,8 @@ def _toml_defaults() -> dict[tuple[str, str], str]:
         ("[teacher]", "timeout_s"): f"{default_of(teacher['timeout_s'])}; with gpus, "
         "`vllm_server_timeout`",
         ("[teacher]", "max_concurrent"): default_of(teacher["max_concurrent"]),
-        ("inference", "gpus"): default_of(run["inference_gpus"]),
-        ("trainer", "gpus"): default_of(run["trainer_gpus"]),
+        ("inference", "gpus"): default_of(inference["gpus"]),
+        ("trainer", "gpus"): default_of(trainer["gpus"]),
         ("trainer", "class"): '`"verifiers_rl:RLTrainer"`',
     }
 

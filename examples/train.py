@@ -21,7 +21,7 @@ def main() -> None:
     here = Path(__file__).with_name("rl.toml")
     parser.add_argument("toml", type=Path, nargs="?", default=here, help="default: rl.toml here")
     config = load_run_config(parser.parse_args().toml)
-    args = RLConfig(**{"use_cpu": config.trainer_gpus == 0, **config.trainer_args})
+    args = RLConfig(**{"use_cpu": config.trainer.gpus == 0, **config.trainer.args})
     # env: an object of yours is as good, such as MyTaskset(MyConfig(id="my_env")).
     # More arguments: loss_fn, advantage_fn, and those of transformers.Trainer, such as callbacks.
     trainer = RLTrainer(model=config.model, env=config.load_envs(), args=args)

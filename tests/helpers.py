@@ -72,11 +72,10 @@ def load_example(name: str) -> ModuleType:
 
 def example_table(num_train: int = 4096, num_eval: int = 256) -> EnvTable:
     """The example's environment as a TOML would name it."""
-    v1 = {
-        "taskset": {"id": "reverse_text", "num_tasks": num_train, "instruction": ""},
-        "eval_taskset": {"held_out": True, "num_tasks": num_eval},
-    }
-    return EnvTable("reverse_text", v1=v1)
+    return EnvTable(
+        taskset={"id": "reverse_text", "num_tasks": num_train, "instruction": ""},
+        eval_taskset={"held_out": True, "num_tasks": num_eval},
+    )
 
 
 def example_env() -> Any:

@@ -101,9 +101,10 @@ http.server.HTTPServer((host, int(port)), Answer).serve_forever()
 # Before `rl.main()`: servers that answer any request, and children that are looked at often.
 STAND_INS = f"""
 import sys
-from verifiers_rl.cli import children, plan, ray_engine, supervise
-children.answers = ray_engine.answers = lambda address: address is not None
-supervise.POLL_S, children.BACKOFF_S = 0.1, 0.1
+from verifiers_rl.cli import plan, supervise
+from verifiers_rl.cluster import ray_engine
+supervise.answers = ray_engine.answers = lambda address: address is not None
+supervise.POLL_S, supervise.BACKOFF_S = 0.1, 0.1
 command = ["-c", {_SERVER!r}]
 plan.ServerPlan.command = lambda self, host, port: [*command, host, str(port)]
 """

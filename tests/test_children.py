@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from verifiers_rl.cli.children import LocalChild, answers
+from verifiers_rl.cli.children import LocalChild
+from verifiers_rl.cli.supervise import answers
 
 
 def wait_until(condition, seconds=30.0):
@@ -54,7 +55,7 @@ def start(request, tmp_path):
         if request.param == "local":
             child = LocalChild("one", command, {"OF_THE_RUN": "1"}, tmp_path / "log")
         else:
-            from verifiers_rl.cli.ray_engine import RayChild
+            from verifiers_rl.cluster.ray_engine import RayChild
 
             ray = request.getfixturevalue("cluster")
             group = ray.util.placement_group([{"CPU": 1}])

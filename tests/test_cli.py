@@ -18,12 +18,8 @@ from tests.helpers import (
     write_environment,
 )
 from verifiers_rl.cli import plan, rl, train
-from verifiers_rl.cli.config import (
-    RunConfig,
-    TomlError,
-    load_run_config,
-    server_flags,
-)
+from verifiers_rl.cli.config import RunConfig, TomlError, load_run_config
+from verifiers_rl.cli.plan import server_flags
 from verifiers_rl.inference.client import TOKEN_VARIABLE
 from verifiers_rl.inference.port import reserve_port
 from verifiers_rl.inference.server import server_cores
@@ -139,17 +135,17 @@ def test_vf_train_becomes_the_launcher_of_a_rank_for_each_gpu(write_toml, monkey
         assert os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "120"
 
 
-def test_a_flag_with_dashes_is_the_flag_with_underscores(write_toml):
+def test_a_flag_of_the_toml_is_ours_only_where_it_is_not_set(write_toml):
     toml = '[env]\nid = "e"\n[inference]\ngpus = 2\n[inference.args]\n'
-    config = load_run_config(
-        write_toml(f'{toml}"max-model-len" = 64\n"pipeline-parallel-size" = 2\n')
-    )
+    config = load_run_config(write_toml(f"{toml}max_model_len = 64\npipeline_parallel_size = 2\n"))
     flags = plan.plan_servers(config)[0].command("h", 7)
     # Ours, which follow from the trainer's options, would win as the last.
     assert flags.count("--max-model-len") == 1 and flags[flags.index("--max-model-len") + 1] == "64"
     assert "--tensor-parallel-size" not in flags
     with pytest.raises(TomlError, match="has 'port'; set vllm_server_port in"):
-        load_run_config(write_toml(f'{toml}"--port" = 3\n'))
+        load_run_config(write_toml(f"{toml}port = 3\n"))
+    with pytest.raises(TomlError, match="has 'max-model-len'; write max_model_len"):
+        load_run_config(write_toml(f'{toml}"max-model-len" = 64\n'))
 
 
 # Importing vLLM takes many seconds. This process does it once, and each case is a fork of it.

@@ -79,17 +79,18 @@ def test_a_toml_and_its_data_become_a_model(folder, capsys, monkeypatch):
 
 
 def test_a_dry_run_prints_what_would_run(folder, capsys, monkeypatch):
-    words = ["--dry-run", "@", "sft.toml", "--trainer.args.loss_on", "user", "assistant"]
+    words = ["--dry-run", "@", "sft.toml", "--trainer.args.lora_target_modules", "a", "b"]
     monkeypatch.setattr(sys, "argv", ["vf-sft", *words])
     with pytest.raises(SystemExit) as ended:
         sft.main()
     assert ended.value.code == 0
     out, err = capsys.readouterr()
-    assert tomllib.loads(out)["trainer"]["args"]["loss_on"] == ["user", "assistant"]
+    assert tomllib.loads(out)["trainer"]["args"]["lora_target_modules"] == ["a", "b"]
     assert "It runs as it is: vf-sft @ resolved.toml" in out and "nothing was started" in err
     (folder / "elsewhere").mkdir()
     os.chdir(folder / "elsewhere")
-    resolved = folder / "outputs" / "sft" / "resolved.toml"
+    resolved = folder / "resolved.toml"
+    resolved.write_text(out)
     config = load_run_config(resolved, kind=sft.SFTRunConfig)
     assert config.data.train == [str(folder / "train.jsonl")]
     assert config.make_args(use_cpu=True).num_train_epochs == 2
@@ -124,7 +125,7 @@ def test_parts_of_a_file_are_trained_and_held_out(folder, monkeypatch):
     [
         ("data.trian=a.jsonl", r"\[data\] has an unknown key 'trian'; did you mean 'train'"),
         ("dat.train=a.jsonl", "unknown key 'dat'; did you mean 'data'"),
-        ("data.eval=held_out.jsonl", r"\[data\] has held-out rows, and there are no evaluations"),
+        ("data.eval=held_out.jsonl", r"\[data\]: has held-out rows, and there are no evaluations"),
         ("data.subset=main", r"subset='main': without effect, because files have no subsets"),
         ("env.taskset.id=words", "unknown key 'env'; vf-sft has no environment"),
         ("inference.gpus=1", "unknown key 'inference'; vf-sft starts no server"),
@@ -137,7 +138,7 @@ def test_a_key_that_cannot_work_is_named(folder, override, problem):
 
 
 def test_a_file_that_is_not_there_is_named_before_anything_starts(folder):
-    with pytest.raises(TomlError, match=r"\[data\] train: there is no file .*/a.jsonl; correct"):
+    with pytest.raises(TomlError, match=r"\[data\] train=.*: there is no file .*/a.jsonl; correct"):
         load(folder, "data.train=a.jsonl").prepare()
 
 
@@ -150,7 +151,11 @@ def test_data_is_of_vf_sft_alone_and_needed_there(folder):
 
 
 def test_an_unknown_option_names_the_nearest(folder, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["vf-sft", "@", "sft.toml", "--trainer.args.los_on", "user"])
+    monkeypatch.setattr(
+        sys, "argv", ["vf-sft", "@", "sft.toml", "--trainer.args.num_train_epoch", "2"]
+    )
     with pytest.raises(SystemExit):
         sft.main()
-    assert "unknown key 'los_on'; did you mean 'loss_on'?" in capsys.readouterr().err
+    assert (
+        "unknown key 'num_train_epoch'; did you mean 'num_train_epochs'?" in capsys.readouterr().err
+    )

@@ -9,7 +9,8 @@ import pytest
 from verifiers_rl.cli import config as config_module
 from verifiers_rl.cli import rl
 from verifiers_rl.cli.config import TomlError, load_run_config
-from verifiers_rl.cli.teachers import SERVERS_VARIABLE
+from verifiers_rl.cli.plan import SERVERS_VARIABLE
+from verifiers_rl.distill.tables import make_scorers
 from verifiers_rl.inference.client import TOKEN_VARIABLE
 
 ENVS = """
@@ -40,7 +41,7 @@ name = "old"
 model = "./old"
 gpus = 2
 [teacher.args]
-max-num-seqs = 16
+max_num_seqs = 16
 """
 OURS = 'model = "org/small"\n[trainer.args]\nmax_steps = 3\n'
 FLAT = 'model = "org/small"\nmax_steps = 3\n'
@@ -104,7 +105,7 @@ def test_keys_of_the_command_line_reach_a_teacher_and_an_environment(read):
     )  # fmt: skip
     old = config.teachers[1]
     assert (old.gpus, old.args) == (1, {"max_num_seqs": 16, "dtype": "float32"})
-    assert config.envs[2].learning["hint"] == "3"
+    assert make_scorers(config, are_started=False)[2].hint == "3"
 
 
 def test_a_dry_run_shows_teachers_as_they_would_be_started(tmp_path, monkeypatch, capsys):
@@ -112,14 +113,15 @@ def test_a_dry_run_shows_teachers_as_they_would_be_started(tmp_path, monkeypatch
     (tmp_path / "rl.toml").write_text(OURS + ENVS + TEACHERS)
     monkeypatch.setattr(sys, "argv", ["vf-rl", "--dry-run", "@", "rl.toml"])
     assert rl.run() == 0
-    shown = tomllib.loads(capsys.readouterr().out)
+    written = tmp_path / "resolved.toml"
+    written.write_text(capsys.readouterr().out)
+    shown = tomllib.loads(written.read_text())
     big, old = shown["teacher"]
     assert big["base_url"] == "http://10.0.0.2:8000/v1" and big["key_variable"] == "BIG_KEY"
     assert old == {
         "name": "old", "model": str(tmp_path / "old"), "gpus": 2, "args": {"max_num_seqs": 16}
     }  # fmt: skip
     assert shown["env"][1]["teacher"] == "big" and shown["env"][1]["distill_coef"] == 0.5
-    (written,) = tmp_path.rglob("resolved.toml")
     again = load_run_config(written, checks_model=False)
     assert again.teachers == load_run_config(tmp_path / "rl.toml", checks_model=False).teachers
 

@@ -302,9 +302,8 @@ def test_toml_is_a_run_that_vf_rl_takes(page, in_docs_folder):
         config = load_run_config(path, checks_model=False, kind=kind)
         check_trainer_args(config)
         config.make_args(use_cpu=True, bf16=False)
-        if config.envs and all(
-            importlib.util.find_spec(module_name(env.id)) for env in config.envs
-        ):
+        envs = config.envs if kind is RunConfig else []
+        if envs and all(importlib.util.find_spec(module_name(env.id)) for env in envs):
             config.load_envs(with_teachers=False)
 
 
@@ -386,7 +385,7 @@ def check_command(words, page):
                 kind = SFTConfig if program == "vf-sft" else RLConfig
                 assert key.rpartition(".")[2] in {f.name for f in fields(kind)}, words
             elif program == "vf-sft" and key.startswith("data."):
-                assert key[5:] in {f.name for f in fields(DataTable)}, words
+                assert key[5:] in DataTable.model_fields, words
             elif key.partition(".")[0] in (*flat.COMMON, *flat.OURS) or key in flat.MOVED:
                 assert "." in key or key == "model" or key in flat.MOVED, words
             else:

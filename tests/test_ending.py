@@ -108,19 +108,17 @@ def test_one_that_is_interrupted_before_training_says_so(
 SUPERVISED = """
 import sys
 from pathlib import Path
-from verifiers_rl.cli import children, local, plan, supervise
-from verifiers_rl.cli.config import RunConfig
+from tests.configs import make_config
+from verifiers_rl.cli import plan, supervise
 
 port, logs, *codes = sys.argv[1:]
 server, trainer = (["-c", code] for code in codes)
-plan.ServerPlan.command, local.trainer_command = lambda *_: server, lambda *_: trainer
-children.answers = lambda address: True
-config = RunConfig(
-    Path("/a/rl.toml"), "m", [], inference_gpus=0, trainer_gpus=0,
-    trainer_args={"vllm_server_port": int(port)},
-)
+plan.ServerPlan.command = lambda *_: server
+supervise.answers = lambda address: True
+args = {"vllm_server_port": int(port)}
+config = make_config({"inference": {"gpus": 0}, "trainer": {"gpus": 0, "args": args}})
 plans = plan.plan_servers(config)
-here = local.ThisMachine(config, plans, Path(logs), object())
+here = supervise.ThisMachine(config, plans, Path(logs), lambda: trainer)
 sys.exit(supervise.supervise(config, plans, here))
 """
 NOISY_SERVER = """
@@ -227,14 +225,12 @@ def test_a_second_ctrl_c_ends_a_trainer_that_does_not(tmp_path):
 LAUNCH = """
 import sys, time
 from pathlib import Path
-from types import SimpleNamespace
+from tests.configs import make_config
 from verifiers_rl.cli import plan
 from verifiers_rl.cli.children import LocalChild
-from verifiers_rl.cli.config import RunConfig
 
 rank, folder = sys.argv[1:]
-config = RunConfig(Path("/a/rl.toml"), "m", [], trainer_gpus=2)
-command = plan.trainer_command(config, SimpleNamespace(resume=False, overwrite=False))
+command = plan.trainer_command(make_config({"trainer": {"gpus": 2}}), [])
 launcher = command[: command.index("verifiers_rl.cli.train") - 1]
 child = LocalChild("trainer", [*launcher, rank, folder], {"CUDA_VISIBLE_DEVICES": "2,3"})
 Path(folder, "launcher").write_text(str(child.pid))

@@ -8,8 +8,7 @@ import pytest
 
 from verifiers_rl.cli.children import LocalChild
 from verifiers_rl.cli.config import load_run_config
-from verifiers_rl.cli.env_file import read_env_files
-from verifiers_rl.cli.layers import TomlError
+from verifiers_rl.cli.layers import TomlError, read_env_files
 from verifiers_rl.process import secret_names
 from verifiers_rl.process.secret_names import is_secret, is_secret_key, set_secrets
 
@@ -57,10 +56,11 @@ def test_files_are_relative_to_the_toml_and_may_be_several(tmp_path, monkeypatch
     toml = tmp_path / "sub" / "config.toml"
     toml.write_text('env_file = ["../a.env", "b.env"]\nmodel = "m"\n[env]\nid = "e"\n')
     config = load_run_config(toml, checks_model=False)
-    assert config.env_files == [tmp_path / "a.env", tmp_path / "sub" / "b.env"]
+    assert config.env_files == [str(tmp_path / name) for name in ("a.env", "sub/b.env")]
     monkeypatch.chdir(tmp_path)
     config = load_run_config(toml, [("env_file", "a.env")], checks_model=False)
-    assert config.env_files == [tmp_path / "a.env"]
+    assert config.env_files == [str(tmp_path / "a.env")]
+    assert load_run_config(toml, [("env_file", "none")], checks_model=False).env_files == []
 
 
 def test_environments_get_them_and_other_children_and_programs_do_not(
@@ -78,7 +78,7 @@ def test_environments_get_them_and_other_children_and_programs_do_not(
     )
     config = load_run_config(toml, checks_model=False)
     assert "PLAIN_NAME" not in environment  # not before an environment is loaded
-    assert config.load_envs() == "loaded"
+    assert [one.env for one in config.load_envs()] == ["loaded"]
     assert (seen["PLAIN_NAME"], seen["OF_SHELL"]) == ("hidden", "shell")
 
     # What vf-rl starts, as the server of --check, inherits what it would without the file.

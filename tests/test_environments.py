@@ -148,7 +148,7 @@ def test_a_classic_environment_in_this_python_says_what_to_install(tmp_path, mon
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "old_one.py").write_text("def load_environment():\n    ...\n")
     with pytest.raises(InvalidEnvironmentError) as caught:
-        EnvTable("old-one").load(tmp_path)
+        EnvTable(id="old-one").load(tmp_path)
     said = str(caught.value)
     assert "id='old-one' is a classic environment" in said
     assert "'verifiers>=0.3.1,<0.4' 'renderers==0.1.10' 'openai<3', and set python =" in said

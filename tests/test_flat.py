@@ -162,7 +162,7 @@ def read(tmp_path):
 
 def test_both_layouts_mean_the_same(read):
     flat_one, ours = read(FLAT), read(OURS)
-    for name in ("model", "envs", "is_mix", "trainer_args", "inference_args", "trainer_gpus"):
+    for name in ("model", "envs", "trainer", "inference"):
         assert getattr(flat_one, name) == getattr(ours, name), name
     options = flat_one.make_args(use_cpu=True).to_dict()
     assert options == ours.make_args(use_cpu=True).to_dict()
@@ -180,7 +180,7 @@ def test_the_two_files_of_the_page_mean_the_same(read, tmp_path):
     (tmp_path / "secrets.env").write_text("")
     flat_one, ours = read(first), read(second)
     assert flat_one.envs == ours.envs and flat_one.env_files == ours.env_files
-    assert flat_one.trainer_args == ours.trainer_args
+    assert flat_one.trainer.args == ours.trainer.args
 
 
 def test_every_flat_key_sets_an_option_that_exists():
@@ -218,7 +218,7 @@ NO_PENALTY = {"kl_beta": 0.0, "kl_target": None}
 )
 def test_what_a_table_leaves_out(read, text, options):
     config = read('model = "m"\n' + text + '[[env]]\nid = "e"\n')
-    assert config.trainer_args == options
+    assert config.trainer.args == options
     assert [env.only for env in config.envs] == [None]
     config.make_args(use_cpu=True)
 
@@ -228,18 +228,18 @@ def test_environments_of_evaluations_have_limits_of_their_own(read):
     config = read('model = "m"\n' + envs.format("num_examples = 20\n") + "num_examples = 30\n")
     limits = [(env.name, env.only, env.eval_examples) for env in config.envs]
     assert limits == [("a", "train", None), ("b", "eval", 20), ("c", "eval", 30)]
-    assert config.trainer_args["eval_examples"] == 30
+    assert config.trainer.args["eval_examples"] == 30
     config = read('model = "m"\n' + envs.format("") + "num_examples = 9\n")
     assert [env.eval_examples for env in config.envs] == [None, 256, 9]
-    assert config.trainer_args["eval_examples"] == 256
+    assert config.trainer.args["eval_examples"] == 256
 
 
 def test_layers_of_both_layouts_compose_and_the_later_one_wins(read):
     second = "[inference]\ngpus = 0\n[trainer]\ngpus = 0\n[trainer.args]\nbatch_size = 64\n"
     config = read(FLAT, second)
-    assert (config.inference_gpus, config.trainer_args["batch_size"]) == (0, 64)
-    assert config.trainer_args["temperature"] == 0.9
-    assert read(second, FLAT).trainer_args["batch_size"] == 256
+    assert (config.inference.gpus, config.trainer.args["batch_size"]) == (0, 64)
+    assert config.trainer.args["temperature"] == 0.9
+    assert read(second, FLAT).trainer.args["batch_size"] == 256
     # A later flat file switches off what an earlier one has set.
     off = "[difficulty_filter]\nenabled = false\n[kl_penalty]\nenabled = false\n"
     all_on = "--trainer.args.group_filter.max_oversampling 3.0"
@@ -249,7 +249,7 @@ def test_layers_of_both_layouts_compose_and_the_later_one_wins(read):
         assert {name: getattr(args, name) for name in NO_PENALTY} == NO_PENALTY
     words = "--sampling.temperature 0.5 --max_steps 3 --trainer.args.batch_size 32 --env.1.weight 4"
     config = read(FLAT, words=words + " --env.2.eval_examples 7")
-    args = config.trainer_args
+    args = config.trainer.args
     assert (args["temperature"], args["max_steps"], args["batch_size"]) == (0.5, 3, 32)
     assert [env.weight for env in config.envs] == [2, 4, 1.0]
     assert config.envs[2].eval_examples == 7 and args["eval_examples"] == 50
@@ -258,7 +258,7 @@ def test_layers_of_both_layouts_compose_and_the_later_one_wins(read):
         ("--max_steps 3 --trainer.args.max_steps 4", 4),
         ("--trainer.args.max_steps 4 --max_steps 3", 3),
     ):
-        assert read(FLAT, words=words).trainer_args["max_steps"] == steps
+        assert read(FLAT, words=words).trainer.args["max_steps"] == steps
 
 
 OURS_BELOW = """
@@ -285,22 +285,22 @@ report_to = ["tensorboard", "wandb"]
     ],
 )
 def test_a_default_of_a_table_never_wins_over_a_value(read, words, changed):
-    below = read(OURS_BELOW).trainer_args
-    assert read(OURS_BELOW, words=words).trainer_args == {**below, **changed}
+    below = read(OURS_BELOW).trainer.args
+    assert read(OURS_BELOW, words=words).trainer.args == {**below, **changed}
 
 
 def test_the_newest_key_of_a_table_says_when_it_counts(read):
     flat_one, ours = 'model = "m"\n[[env]]\nid = "e"\n', "[trainer.args]\nreport_to = {}\n"
     flat_one += "[wandb]\nproject = 'p'\n"
-    assert read(flat_one, ours.format('"none"')).trainer_args["report_to"] == "none"
-    args = read(flat_one, ours.format('"trackio"'), words="--wandb.name x").trainer_args
+    assert read(flat_one, ours.format('"none"')).trainer.args["report_to"] == "none"
+    args = read(flat_one, ours.format('"trackio"'), words="--wandb.name x").trainer.args
     assert args["report_to"] == ["wandb"]
 
 
 def test_an_evaluation_that_is_switched_off_has_no_defaults(read):
     text = 'model = "m"\n[[env]]\nid = "e"\n[eval]\nnum_examples = 5\n'
     config = read(text, words="--trainer.args.eval_strategy no")
-    assert config.trainer_args == {"eval_strategy": "no", "eval_examples": 5}
+    assert config.trainer.args == {"eval_strategy": "no", "eval_examples": 5}
     config.make_args(use_cpu=True)
     config = read(text + "interval = 7\n", words="--trainer.args.eval_strategy no")
     with pytest.raises(TomlError, match=r"0\.toml: \[eval\] interval=7: without effect unless"):
@@ -313,7 +313,9 @@ def test_an_error_about_an_environment_of_evaluations_counts_it_among_all(read):
         read(text + "weight = 0\n")
     with pytest.raises(TomlError, match=r"0\.toml: \[\[env\]\] 2 has an unknown key 'wight'"):
         read(text + "wight = 2\n")
-    with pytest.raises(TomlError, match=r"1\.toml: \[eval\] env: write \[\[eval.env\]\]s into"):
+    with pytest.raises(
+        TomlError, match=r"1\.toml: \[eval\] env: write \[\[eval.env\]\]s beside the"
+    ):
         read('model = "m"\n[env]\nid = "e"\n', '[[eval.env]]\nid = "f"\n')
     config = read(text + "num_examples = 3\n")
     assert [env.eval_examples for env in config.envs] == [None, 3]
@@ -321,8 +323,8 @@ def test_an_error_about_an_environment_of_evaluations_counts_it_among_all(read):
 
 def test_the_rest_of_the_code_never_sees_a_flat_key(read):
     config = read(FLAT)
-    assert set(config.tree) == {"model", "env", "trainer"}
-    assert set(config.tree["trainer"]) == {"args"}
+    assert set(config.layers.tree) == {"model", "env", "trainer"}
+    assert set(config.layers.tree["trainer"]) == {"args"}
 
 
 def test_two_layouts_in_one_file_name_what_clashes(read):

@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import json
-import signal
 import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -11,11 +10,13 @@ from types import SimpleNamespace
 import pytest
 from aiohttp import web
 
+from tests.conftest import free_port
 from tests.helpers import ROOT, load_example, make_tiny_model, serving
 from verifiers_rl import RLConfig, WeightedEnv, env_from
-from verifiers_rl.cli.children import ChildError, LocalChild
+from verifiers_rl.cli import supervise as supervise_module
+from verifiers_rl.cli.children import LocalChild
 from verifiers_rl.cli.config import load_run_config
-from verifiers_rl.cli.plan import assign_gpus, plan_servers
+from verifiers_rl.cli.plan import SERVERS_VARIABLE, assign_gpus, plan_servers
 from verifiers_rl.sft import generate as module
 from verifiers_rl.sft.conversations import Tokenization, read_dataset
 from verifiers_rl.sft.generate import (
@@ -85,8 +86,8 @@ def test_rollouts_of_any_endpoint_become_data(rl_toml, tmp_path, capsys, monkeyp
 
     with endpoint(reply) as url:
         monkeypatch.setenv("MY_KEY", "secret")
-        words = ["@", str(rl_toml), "-n", "2", "--min-reward", "1", "--base-url", url]
-        words += ["--served-model", "m", "--api-key-var", "MY_KEY", "-o", "data/new.jsonl"]
+        words = ["@", str(rl_toml), "-n", "2", "--min-reward", "1"]
+        words += ["--endpoint", url, "m", "--api-key-var", "MY_KEY", "-o", "data/new.jsonl"]
         words += ["--trainer.args.max_concurrent", "1"]
         words += ["--trainer.args.chat_template_kwargs", '{"effort": "low"}']
         assert generate(words) == 0
@@ -121,7 +122,7 @@ def test_an_endpoint_that_refuses_all_requests_is_named_and_fails(
 
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     with endpoint(refuse) as url, pytest.raises(SystemExit) as ended:
-        generate(["@", str(rl_toml), "--base-url", url, "--served-model", "m", "-o", "new.jsonl"])
+        generate(["@", str(rl_toml), "--endpoint", url, "m", "-o", "new.jsonl"])
     assert ended.value.code == 1 and not (tmp_path / "new.jsonl").exists()
     error = capsys.readouterr().err
     assert "no rollout succeeded" in error and "no such key" in error
@@ -131,13 +132,12 @@ def test_an_endpoint_that_refuses_all_requests_is_named_and_fails(
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["-o", "held.jsonl"], "-o held.jsonl: is there already; choose another"),
+        (["-o", "held.jsonl"], "holds held.jsonl already; choose another"),
         (["-o", "new.txt"], "-o new.txt: must end in .jsonl"),
         (["-o", "new.jsonl", "-n", "0"], "--rollouts 0: must be an integer >= 1"),
-        (["-o", "new.jsonl", "--served-model", "m"], "give both, or none"),
-        (["-o", "new.jsonl", "--api-key-var", "K"], "without effect unless --base-url is given"),
+        (["-o", "new.jsonl", "--api-key-var", "K"], "without effect unless --endpoint is given"),
         (
-            ["-o", "new.jsonl", "--base-url", "u", "--served-model", "m", "--api-key-var", "NONE"],
+            ["-o", "new.jsonl", "--endpoint", "u", "m", "--api-key-var", "NONE"],
             "--api-key-var NONE: the variable is not set",
         ),
     ],
@@ -281,33 +281,11 @@ def test_if_the_first_rollouts_all_fail_the_others_are_not_tried(failing, num_pl
         return await asyncio.wait_for(writing, 30)
 
     if failing < 500:
-        assert asyncio.run(run()).startswith(f"{500 - failing} of 500 rollouts written")
+        assert asyncio.run(run())[1].startswith(f"{500 - failing} of 500 rollouts written")
     else:
         with pytest.raises(GenerationError, match=r"'played': no rollout succeeded.*no 0"):
             asyncio.run(run())
     assert num_played <= len(played) <= num_played + 2
-
-
-def test_a_server_that_ends_ends_the_command_and_keeps_the_rows(tmp_path):
-    server = LocalChild("inference", ["-c", "import time; time.sleep(60)"], {})
-
-    async def play(number):
-        if number:
-            server.signal(signal.SIGKILL)
-            while server.poll() is None:
-                await asyncio.sleep(0.01)
-            raise ConnectionError("refused")
-        return [row_of(number)]
-
-    options = asked_for(output=tmp_path / "new.jsonl")
-    endpoint = Endpoint("http://127.0.0.1:1/v1", "m", server=server)
-    try:
-        with pytest.raises(ChildError, match="the server ended with status 137; rows that were"):
-            writing = module._write(options, 1, [made_of(play, 2)], endpoint.check)
-            asyncio.run(asyncio.wait_for(writing, 30))
-    finally:
-        server.stop()
-    assert [row["example"] for row in read_dataset([str(options.output)])] == [0]
 
 
 # --- The server -----------------------------------------------------------------------------------
@@ -324,12 +302,49 @@ def test_all_gpus_are_the_servers_because_nothing_is_trained(rl_toml, monkeypatc
     assert "--data-parallel-size 2" in command and "--tensor-parallel-size 2" in command
 
 
-def test_the_first_of_several_servers_answers(rl_toml, monkeypatch, capsys):
+def test_the_first_of_several_servers_answers(monkeypatch, capsys):
     asked = []
-    monkeypatch.setattr(module, "_answering", lambda *where: asked.append(where))
+
+    class Client:
+        base_url, served_model_name = "http://it", "m"
+
+        def __init__(self, *where):
+            asked.append(where)
+
+        def wait_until_ready(self):
+            asked.append("ready")
+
+    monkeypatch.setattr(module, "InferenceClient", Client)
+    monkeypatch.setenv(module.KEY_VARIABLE, "")
     args = RLConfig(use_cpu=True, vllm_servers=["[::1]:8000", "10.0.0.1:8000"])
-    config, options = load_run_config(rl_toml), argparse.Namespace(base_url=None)
-    with module._endpoint(options, config, args):
-        pass
-    assert asked == [("::1", 8000, 300.0)]
+    found = module._endpoint(argparse.Namespace(endpoint=None), args)
+    assert found == Endpoint("http://it/v1", "m", is_vllm=True)
+    assert asked == [("::1", 8000, 300.0), "ready"]
     assert "of vllm_servers, only [::1]:8000 answers" in capsys.readouterr().out
+
+
+def test_it_runs_beside_a_server_in_place_of_a_trainer_and_ends_with_it(
+    rl_toml, tmp_path, monkeypatch
+):
+    """The command starts itself once more, which finds the server that was started for it."""
+    started = []
+
+    def supervise(config, plans, launcher):
+        (trainer,) = launcher.start_trainers({})
+        assert trainer.wait(60.0)
+        launcher.close()
+        started.extend(plans)
+        return trainer.poll()
+
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delenv(SERVERS_VARIABLE, raising=False)
+    monkeypatch.setattr(module, "supervise", supervise)
+    command = ["-c", "import sys; sys.exit(sys.argv[2:4] != ['generate', '@'])"]
+    child = lambda name, words, env: LocalChild(name, [*command, *words[1:]], env)  # noqa: E731
+    monkeypatch.setattr(supervise_module, "LocalChild", child)
+    port = free_port()
+    words = ["@", str(rl_toml), "-o", "new.jsonl", "--inference.gpus", "0"]
+    assert generate([*words, "--trainer.args.vllm_server_port", str(port)]) == 0
+    (plan,) = started
+    assert (plan.port, plan.is_needed, plan.max_restarts) == (port, True, 0)
+    assert "--enable-lora" not in plan.command("h", 1)

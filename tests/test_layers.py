@@ -3,7 +3,6 @@
 import argparse
 import sys
 import tomllib
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -30,7 +29,7 @@ model = "./model"
 id = "number_guess"
 num_tasks = 64
 [inference.args]
-"max-model-len" = 2048
+max_model_len = 2048
 [trainer.args]
 max_steps = 5
 lora_target_modules = ["q_proj", "v_proj"]
@@ -57,8 +56,8 @@ def compose(tmp_path):
 def test_a_later_file_wins_and_tables_merge_key_by_key(compose, tmp_path):
     later = "[env.taskset]\nnum_tasks = 8\n[trainer.args]\nmax_steps = 7\nbatch_size = 32\n"
     config = compose(BASE, later)
-    assert config.trainer_args["max_steps"] == 7 and config.trainer_args["batch_size"] == 32
-    assert config.trainer_args["lora_target_modules"] == ["q_proj", "v_proj"]
+    assert config.trainer.args["max_steps"] == 7 and config.trainer.args["batch_size"] == 32
+    assert config.trainer.args["lora_target_modules"] == ["q_proj", "v_proj"]
     assert config.envs[0].v1 == {"taskset": {"id": "number_guess", "num_tasks": 8}}
     assert config.model == str(tmp_path / "0" / "model")  # relative to the file that has it
     assert config.folders == [tmp_path / "1", tmp_path / "0"]
@@ -69,26 +68,27 @@ def test_lists_and_arrays_of_tables_are_replaced(compose):
     first = 'model = "m"\n[[env]]\nid = "a"\nweight = 2\n[[env]]\nid = "b"\n'
     config = compose(first, later)
     assert [(env.id, env.weight) for env in config.envs] == [("c", 1.0)]
-    assert config.trainer_args["lora_target_modules"] == ["o_proj"]
+    assert config.trainer.args["lora_target_modules"] == ["o_proj"]
     # A table in place of an array, and the other way around.
-    assert not compose(first, '[env]\nid = "c"\n').is_mix
-    assert compose('model = "m"\n[env]\nid = "a"\n', '[[env]]\nid = "c"\n').is_mix
+    table, one = '[env]\nid = "c"\n', '[[env]]\nid = "c"\n'
+    for config in (compose(first, table), compose('model = "m"\n[env]\nweight = 2\n', one)):
+        assert [(env.id, env.weight) for env in config.envs] == [("c", 1.0)]
 
 
-def test_a_flag_is_replaced_however_it_is_spelled(compose):
+def test_a_flag_is_replaced_and_dashes_of_the_command_line_are_underscores(compose):
     config = compose(BASE, "[inference.args]\nmax_model_len = 64\n")
-    assert config.inference_args == {"max_model_len": 64}
+    assert config.inference.args == {"max_model_len": 64}
     words = "--inference.args.max-model-len 32"
-    assert compose(BASE, words=words).inference_args == {"max_model_len": 32}
+    assert compose(BASE, words=words).inference.args == {"max_model_len": 32}
 
 
 def test_keys_of_the_command_line_win_over_all_files_and_the_last_one_over_all(compose, tmp_path):
     words = "--trainer.args.max_steps 10 --trainer.args.max_steps=11 --inference.gpus 0 "
     words += "--env.taskset.num-tasks 3 --trainer.args.loss_args.eps_high 2.5 --model ./here"
     config = compose(BASE, "[trainer.args]\nmax_steps = 7\n", words=words)
-    assert config.trainer_args["max_steps"] == 11 and config.inference_gpus == 0
+    assert config.trainer.args["max_steps"] == 11 and config.inference.gpus == 0
     assert config.envs[0].v1["taskset"]["num_tasks"] == 3
-    assert config.trainer_args["loss_args"] == {"eps_high": 2.5}
+    assert config.trainer.args["loss_args"] == {"eps_high": 2.5}
     assert config.model == str(Path.cwd() / "here")  # relative to where the command is given
 
 
@@ -157,8 +157,8 @@ def test_a_value_of_the_command_line_has_the_type_of_its_option(compose, words, 
         given = [option, rest]
     config = compose(BASE, words=given)
     check_trainer_args(config)
-    assert config.trainer_args[name] == value
-    assert type(config.trainer_args[name]) is type(value)
+    assert config.trainer.args[name] == value
+    assert type(config.trainer.args[name]) is type(value)
 
 
 def test_a_whole_table_of_the_command_line_replaces_and_its_keys_merge(compose):
@@ -173,7 +173,7 @@ def test_a_whole_table_of_the_command_line_replaces_and_its_keys_merge(compose):
     ):
         config = compose(text, words=[f"--trainer.args.{word}" for word in words.split()])
         check_trainer_args(config)
-        args = config.trainer_args
+        args = config.trainer.args
         assert (args["gradient_masks"], args["loss_args"]) == (masks, loss_args), words
         if args.get("loss") == "ppo":
             config.make_args(use_cpu=True).make_loss()
@@ -192,16 +192,16 @@ def test_a_whole_table_of_the_command_line_replaces_and_its_keys_merge(compose):
 )
 def test_a_whole_table_also_replaces_what_the_flat_layout_has_set(compose, words, kwargs):
     flat = 'model = "m"\n[[env]]\nid = "e"\n[sampling]\nenable_thinking = true\n'
-    assert compose(flat, words=words).trainer_args["chat_template_kwargs"] == kwargs
+    assert compose(flat, words=words).trainer.args["chat_template_kwargs"] == kwargs
 
 
 def test_servers_that_run_already_can_be_left_out(compose):
     text = BASE + 'vllm_servers = ["localhost:8000"]\n'
     for words in ("--trainer.args.vllm_servers none", "--trainer.args.vllm_servers=None"):
         config = compose(text, words=words)
-        assert config.inference_gpus == 1 and not config.trainer_args["vllm_servers"]
-    without = text.replace('[inference.args]\n"max-model-len" = 2048\n', "")
-    assert compose(without).inference_gpus == 0
+        assert config.inference.gpus == 1 and not config.trainer.args["vllm_servers"]
+    without = text.replace("[inference.args]\nmax_model_len = 2048\n", "")
+    assert compose(without).inference.gpus == 0
 
 
 def test_an_id_and_a_model_of_digits_are_text(compose):
@@ -212,11 +212,10 @@ def test_an_id_and_a_model_of_digits_are_text(compose):
 def test_the_words_of_a_configuration_give_it_again(compose):
     words = ["--trainer.args.stop", "a b", "c", "--trainer.args.run_name=x y", "--inference.gpus=0"]
     config = compose(BASE, "[trainer]\ngpus = 2\n", words=words)
-    files, rest = config.words[1:4:2], config.words[4:]
+    files, rest = config.layers.words[1:4:2], config.layers.words[4:]
     again = load_run_config([Path(file) for file in files], overrides_of(rest), checks_model=False)
-    for each in fields(config):
-        assert getattr(again, each.name) == getattr(config, each.name), each.name
-    assert again.trainer_args["stop"] == ["a b", "c"] and again.trainer_gpus == 2
+    assert again == config
+    assert again.trainer.args["stop"] == ["a b", "c"] and again.trainer.gpus == 2
 
 
 def test_an_error_names_the_file_that_has_the_value(compose, tmp_path):
@@ -246,7 +245,7 @@ def test_modules_are_found_beside_every_file_and_in_further_folders(compose, tmp
     words += "--trainer.args.gradient_masks {masks_of_layers:mine={}}"
     words = words.replace("masks_of_layers:mine=", '"masks_of_layers:mine"=')
     config = compose('import_from = ["../shared"]\n' + BASE, "", words=words)
-    config.trainer_args["loss_args"] = {}
+    config.trainer.args["loss_args"] = {}
     make_importable(config.folders)
     config.make_args(use_cpu=True).complete_loss(None)
 
@@ -273,9 +272,9 @@ def test_words_are_files_behind_an_at_sign_options_of_the_program_or_keys_in_any
         *("-s", "name", "--trainer.args.vllm_server_timeout", "-0.5", f"@{second}"),
     )
     assert (options.resume, options.overwrite, options.session) == (True, False, "name")
-    assert config.files == [Path(first), Path(second)] and config.trainer_gpus == 0
+    assert config.layers.files == [Path(first), Path(second)] and config.trainer.gpus == 0
     given = {"run_name": "a b", "stop": ["c d", "e"], "vllm_server_timeout": -0.5}
-    assert given.items() <= config.trainer_args.items()
+    assert given.items() <= config.trainer.args.items()
     for words in ((), ("--resume",)):
         with pytest.raises(TomlError, match=r"give one as `@ config.toml`"):
             parse(*words)

@@ -18,7 +18,7 @@ from tests.machines import machines
 from tests.test_ray_engine import DRIVER, FAST, Started, needs_ray
 from verifiers_rl.cli.children import ChildError
 from verifiers_rl.cli.config import TomlError, load_run_config
-from verifiers_rl.cli.machines import Machine, find_head, join, machine_of, take_variables
+from verifiers_rl.cluster.machines import Machine, find_head, join, machine_of, take_variables
 from verifiers_rl.inference.client import TOKEN_VARIABLE
 
 FOUR = {"MASTER_ADDR": "10.0.0.5", "MASTER_PORT": "29500", "WORLD_SIZE": "3", "RANK": "1"}
@@ -59,8 +59,8 @@ def test_variables_that_cannot_be_are_one_clear_error(changes, message):
 @pytest.mark.parametrize(
     ("table", "variables", "message"),
     [
-        ("trainer_nodes = 2", {}, r"trainer_nodes=2 is about several machines: set MASTER_ADDR"),
-        ('address = "auto"', FOUR, "address='auto' is of a Ray cluster that runs already"),
+        ("trainer_nodes = 2", {}, r"trainer_nodes=2: is about several machines: set MASTER_ADDR"),
+        ('address = "auto"', FOUR, "address='auto': is of a Ray cluster that runs already"),
         ('engine = "slurm"', {}, r"\[cluster\] has an unknown key 'engine'; known: address"),
         ('address = ""', {}, r"\[cluster\] address='': must have at least 1 character"),
         ("trainer_nodes = 0", {}, r"trainer_nodes=0: must be greater than"),

@@ -3,25 +3,35 @@
 import json
 from contextlib import closing, nullcontext
 from importlib.metadata import PackageNotFoundError
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests import configs
 from verifiers_rl.cli import plan, session
-from verifiers_rl.cli.config import RunConfig, TomlError
-from verifiers_rl.cli.local import ThisMachine
-from verifiers_rl.cli.plan import plan_servers
-from verifiers_rl.cli.teachers import SERVERS_VARIABLE, TeacherTable
+from verifiers_rl.cli.config import TomlError, folder_words
+from verifiers_rl.cli.plan import SERVERS_VARIABLE, plan_servers
+from verifiers_rl.cli.supervise import ThisMachine
 from verifiers_rl.inference.client import TOKEN_VARIABLE
 
 
-def make_config(**options):
-    return RunConfig(**{"path": Path("/a/rl.toml"), "model": "m", "envs": [], **options})
+def make_config(teachers=(), **options):
+    """The configuration with these keys, such as `trainer_gpus`, and teachers that all teach."""
+    tables = {"inference": {}, "trainer": {}}
+    for name, value in options.items():
+        table, _, key = name.partition("_")
+        tables[table][key] = value
+    if teachers:
+        tables["teacher"] = list(teachers)
+        tables["env"] = [
+            {"id": f"e{number}", "algorithm": "opd", "teacher": one["name"]}
+            for number, one in enumerate(teachers)
+        ]
+    return configs.make_config({key: table for key, table in tables.items() if table})
 
 
-def teacher(number, name, gpus, **args):
-    return TeacherTable(("teacher", str(number)), name, "org/big", gpus, args)
+def teacher(name, gpus, **args):
+    return {"name": name, "model": "org/big", "gpus": gpus, "args": args}
 
 
 def flags_of(config, name="inference"):
@@ -32,18 +42,15 @@ def flags_of(config, name="inference"):
 
 def test_servers_get_the_first_gpus_the_trainer_the_next_and_teachers_the_last(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3, 4,5,6,7,8")
-    teachers = [
-        teacher(0, "big", 2),
-        TeacherTable(("teacher", "1"), "far", "m"),
-        teacher(2, "old", 1),
-    ]
+    far = {"name": "far", "model": "m", "base_url": "http://far:8000"}
+    teachers = [teacher("big", 2), far, teacher("old", 1)]
     config = make_config(inference_gpus=1, inference_replicas=2, trainer_gpus=2, teachers=teachers)
     found = plan.assign_gpus(config, plan_servers(config))
     assert found == {
         "inference-0": "2", "inference-1": "3", "trainer": "4,5", "teacher-big": "6,7",
         "teacher-old": "8",
     }  # fmt: skip
-    config.inference_gpus = 2
+    config.inference.gpus = 2
     with pytest.raises(
         TomlError,
         match=r"9 GPUs are asked for \(inference-0 2, inference-1 2, trainer 2, teacher-big 2, "
@@ -73,7 +80,7 @@ def test_a_cpu_server_needs_the_cpu_build(monkeypatch, packages, is_refused):
     ):
         plan.assign_gpus(config, plan_servers(config))
     servers = {"vllm_servers": ["a:1", "b:1"]}  # which run already
-    config = make_config(inference_gpus=0, trainer_gpus=0, trainer_args=servers)
+    config = make_config(trainer_gpus=0, trainer_args=servers)
     assert plan_servers(config) == [] and plan.assign_gpus(config, []) == {"trainer": ""}
 
 
@@ -112,21 +119,21 @@ def test_a_server_uses_all_of_its_gpus(sizes, tensor_parallel):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "has_replicas", "split"),
+    ("sizes", "replicas", "split"),
     [
-        ({}, False, (4, 1)),
-        ({"tensor_parallel_size": 2}, False, (2, 2)),
-        ({"tensor_parallel_size": 4}, False, (1, 4)),
-        ({"data_parallel_size": 3}, False, (1, 4)),  # which is refused later
-        ({}, True, (1, 4)),
+        ({}, {}, (4, 1)),
+        ({"tensor_parallel_size": 2}, {}, (2, 2)),
+        ({"tensor_parallel_size": 4}, {}, (None, 4)),
+        ({"data_parallel_size": 3}, {}, (None, 4)),  # which is refused later
+        ({}, {"inference_replicas": 1}, (1, 4)),
     ],
 )
-def test_gpus_become_as_many_replicas_as_the_flags_allow(capsys, sizes, has_replicas, split):
-    config = make_config(inference_gpus=4, inference_args=sizes, has_replicas=has_replicas)
+def test_gpus_become_as_many_replicas_as_the_flags_allow(capsys, sizes, replicas, split):
+    config = make_config(inference_gpus=4, inference_args=sizes, **replicas)
     plan.split_gpus(config)
-    assert (config.inference_replicas, config.inference_gpus) == split
+    assert (config.inference.replicas, config.inference.gpus) == split
     said = f"4 GPUs for inference: {split[0]} replicas of {split[1]}"
-    assert (said in capsys.readouterr().out) == (split[0] > 1)
+    assert (said in capsys.readouterr().out) == ((split[0] or 1) > 1)
 
 
 def test_each_replica_has_a_port_of_its_own(monkeypatch):
@@ -138,16 +145,15 @@ def test_each_replica_has_a_port_of_its_own(monkeypatch):
     ]
     env = plan.trainer_env({one.name: (one.host, one.port) for one in found})
     monkeypatch.setenv(SERVERS_VARIABLE, env[SERVERS_VARIABLE])
-    args = config.make_args(use_cpu=True, **plan.options_of_servers(config))
+    args = config.make_args(use_cpu=True, **plan.options_of_servers())
     assert args.vllm_servers == ["127.0.0.1:9000", "127.0.0.1:9001"]
     args.with_sampling({"max_tokens": 5})  # is checked with the other options
-    config.inference_replicas = 1
-    monkeypatch.setenv(SERVERS_VARIABLE, '{"inference": "127.0.0.1:9000"}')
-    assert plan.options_of_servers(config) == {}  # the trainer looks there
+    monkeypatch.delenv(SERVERS_VARIABLE)
+    assert plan.options_of_servers() == {}  # the trainer looks where its options say
 
 
 def test_a_teachers_server_holds_the_longest_sample_and_the_trainer_hears_where_it_is():
-    teachers = [teacher(0, "big", 4), teacher(1, "own", 4, max_model_len=900)]
+    teachers = [teacher("big", 4), teacher("own", 4, max_model_len=900)]
     config = make_config(trainer_args={"max_seq_len": 300}, teachers=teachers)
     flags = flags_of(config, "teacher-big")
     assert "-m verifiers_rl.inference.server --model org/big" in flags
@@ -197,12 +203,12 @@ def test_logs_of_servers_begin_empty_or_one_clear_error_says_why_not(tmp_path, m
     one.port = 0
     log = tmp_path / "new" / "logs" / "inference.log"
     for _ in range(2):
-        with closing(ThisMachine(config, [one], log.parent)) as here:
+        with closing(ThisMachine(config, [one], log.parent, list)) as here:
             here.open()
         assert log.read_text() == ""
         log.write_text("of a run before")
     with (
-        closing(ThisMachine(config, [one], log / "logs")) as here,
+        closing(ThisMachine(config, [one], log / "logs", list)) as here,
         pytest.raises(TomlError, match=r"log/logs, for the servers' output: (File ex|Not a dir)"),
     ):
         here.open()
@@ -230,10 +236,11 @@ def test_trainer_options_are_checked_before_anything_starts():
 )
 def test_what_is_done_with_a_used_folder_reaches_the_trainer(options, words):
     options = SimpleNamespace(**{"resume": False, "overwrite": False, **options})
-    command = plan.trainer_command(make_config(trainer_gpus=1), options)
+    given = ["@", "rl.toml", *folder_words(options)]
+    command = plan.trainer_command(make_config(trainer_gpus=1), given)
     assert command[:2] == ["-m", "verifiers_rl.cli.train"]
     assert command[command.index("@") + 2 :] == words
     in_session = session.command_in_session(make_config(), options)
     assert in_session[in_session.index("--no-tmux") + 1 :] == words
-    several = plan.trainer_command(make_config(trainer_gpus=4), options)
+    several = plan.trainer_command(make_config(trainer_gpus=4), given)
     assert several[:3] == ["-m", "torch.distributed.run", "--nproc-per-node=4"]

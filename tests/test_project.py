@@ -10,6 +10,8 @@ import tokenize
 from importlib import import_module
 from pathlib import Path
 
+import pytest
+
 import verifiers_rl
 from tests.helpers import ROOT
 from verifiers_rl import RLConfig
@@ -57,7 +59,7 @@ def test_all_public_names_exist():
 
 PURE = ("advantages", "data", "logprobs", "losses", "packing", "types")
 ROOMS = ("envs", "inference", "report", "sync")
-LEAVES = ("distill", "sft", "view")
+LEAVES = ("cluster", "distill", "sft", "view")
 
 
 def modules() -> dict[str, Path]:
@@ -155,6 +157,87 @@ def test_a_leaf_can_be_deleted():
             names = imports(known[module], at_once=True)
             assert not any(name.startswith(f"verifiers_rl.{leaf}") for name in names), module
     assert set(LEAVES) <= set(known)
+
+
+# Imports the trunk with all leaves refused, and then each leaf with the others refused. What loads
+# vLLM is left out, for the time; `test_a_leaf_can_be_deleted` looks at it.
+WITHOUT_LEAVES = """
+import importlib, os, sys
+
+class Refuser:
+    refused = set()
+    def find_spec(self, name, *args):
+        if name.partition("verifiers_rl.")[2].split(".")[0] in self.refused:
+            raise ModuleNotFoundError(f"{name} is deleted", name=name)
+
+leaves, modules = sys.argv[1].split(","), sys.argv[2].split(",")
+sys.meta_path.insert(0, Refuser())
+Refuser.refused = {*leaves}
+rooms = {module: module.split(".")[0] for module in modules}
+for module in modules:
+    if rooms[module] not in leaves:
+        importlib.import_module(f"verifiers_rl.{module}".rstrip("."))
+for leaf in leaves:
+    if (child := os.fork()) == 0:
+        Refuser.refused = {*leaves} - {leaf}
+        for module in modules:
+            if rooms[module] == leaf:
+                importlib.import_module(f"verifiers_rl.{module}")
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, leaf
+"""
+
+
+def test_without_leaves_the_rest_can_be_imported():
+    roots = {m: {n.split(".")[0] for n in imports(path)} for m, path in modules().items()}
+    # Of another Python, or of the start of one.
+    elsewhere = {"envs.classic", "inference.startup.sitecustomize"}
+    own = [module for module in roots if "vllm" not in roots[module]]
+    own = [module for module in own if module not in elsewhere]
+    assert len(own) > len(roots) - 15
+    words = [",".join(LEAVES), ",".join(own)]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_LEAVES, *words], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+LEARNS = (
+    '[[env]]\nid = "e"\nalgorithm = "opd"\nteacher = "t"\n[[teacher]]\nname = "t"\nmodel = "m"\n'
+)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "words", "toml", "said"),
+    [
+        ("view", "view runs", "", "vf-rl view needs verifiers_rl.view"),
+        ("sft", "generate", "", "vf-rl generate needs verifiers_rl.sft"),
+        ("distill", "@ rl.toml", LEARNS, "distillation needs verifiers_rl.distill"),
+        (
+            "cluster",
+            "@ rl.toml",
+            '[env]\nid = "e"\n[cluster]\naddress = "auto"\n',
+            "a run on several machines needs verifiers_rl.cluster",
+        ),
+    ],
+)
+def test_the_launcher_says_which_leaf_is_missing(
+    leaf, words, toml, said, tmp_path, monkeypatch, capsys
+):
+    from verifiers_rl.cli import rl
+
+    for name in [*sys.modules]:
+        if f"{name}.".startswith(f"verifiers_rl.{leaf}."):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, f"verifiers_rl.{leaf}", None)
+    monkeypatch.setattr("verifiers_rl.cli.config.model_error", lambda name: None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rl.toml").write_text(f'model = "m"\n{toml}')
+    monkeypatch.setattr(sys, "argv", ["vf-rl", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        rl.main()
+    error = capsys.readouterr().err
+    assert ended.value.code == 1 and f"vf-rl: error: {said}, which is not in this copy" in error
 
 
 def test_rooms_know_of_each_other_what_their_init_offers():

@@ -18,11 +18,11 @@ import pytest
 
 from tests.helpers import ROOT, make_tiny_model, write_environment
 from tests.machines import REACH_SERVERS, STAND_INS, machines
-from verifiers_rl.cli import ray_engine, resolved, rl
+from verifiers_rl.cli import rl
 from verifiers_rl.cli.children import Child
 from verifiers_rl.cli.config import TomlError, load_run_config
-from verifiers_rl.cli.plan import plan_servers
-from verifiers_rl.cli.teachers import TeacherTable
+from verifiers_rl.cli.plan import ServerPlan, plan_servers
+from verifiers_rl.cluster import ray_engine
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient
 
 HAS_RAY = shutil.which("ray", path=str(Path(sys.executable).parent)) is not None
@@ -64,7 +64,7 @@ def test_what_travels_is_a_toml_and_the_modules_beside_it(tmp_path, capsys):
     config = load_run_config([path], [("trainer.args.batch_size", "24")])
     target = tmp_path / "target"
     target.mkdir()
-    resolved.write_code(config, "runs/a", target)
+    ray_engine.write_code(config, "runs/a", target)
     sent = {str(p.relative_to(target)) for p in target.rglob("*") if p.is_file()}
     modules = {"code0/mine.py", "code0/package/data.json"}
     assert sent >= {"config.toml", *modules}
@@ -81,9 +81,9 @@ def test_what_travels_is_a_toml_and_the_modules_beside_it(tmp_path, capsys):
 
 def test_a_folder_too_large_to_travel_is_one_clear_error(tmp_path, monkeypatch):
     config = load_run_config(read_toml(tmp_path))
-    monkeypatch.setattr(resolved, "MAX_CODE_MB", 1e-6)
+    monkeypatch.setattr(ray_engine, "MAX_CODE_MB", 1e-6)
     with pytest.raises(TomlError, match=r"this folder travels to the machines .* folder of their"):
-        resolved.write_code(config, "runs/a", tmp_path / "target")
+        ray_engine.write_code(config, "runs/a", tmp_path / "target")
 
 
 class Placed(Child):
@@ -115,9 +115,8 @@ def machines_of(tmp_path, monkeypatch):
     nodes = lambda: [{"Alive": True}] * 2  # noqa: E731
     ray = SimpleNamespace(nodes=nodes, util=SimpleNamespace(placement_group=group))
 
-    def machines_of(text, num_machines=1, teachers=()):
+    def machines_of(text, num_machines=1):
         config = load_run_config(read_toml(tmp_path, text))
-        config.teachers = list(teachers)
         options = SimpleNamespace(resume=False, overwrite=False)
         plans = plan_servers(config)
         found = ray_engine.RayMachines(ray, config, plans, options, num_machines)
@@ -161,9 +160,9 @@ def test_ranks_of_several_machines_meet_at_the_first(machines_of):
 
 def test_a_server_that_starts_elsewhere_joins_through_one_that_answers(machines_of, monkeypatch):
     text = f"inference_nodes = 3\n{GPUS}"
-    found, plans, _ = machines_of(text, teachers=[TeacherTable(("teacher", "0"), "big", "m", 0)])
+    found, plans, _ = machines_of(text)
+    plans.append(ServerPlan("teacher-big", "it", ("teacher", "0"), "m", {}, 0, is_needed=True))
     found.open()
-    assert [plan.name for plan in plans][3:] == ["teacher-big"]
     for plan in reversed(plans):
         found.start_server(plan)
     up = ("10.0.0.0", "10.0.0.1")  # the teacher, and the last server
@@ -194,7 +193,7 @@ def test_a_cluster_that_is_too_small_is_one_clear_error(machines_of, monkeypatch
 def test_servers_that_run_already_need_their_token(machines_of, monkeypatch):
     monkeypatch.delenv(TOKEN_VARIABLE)
     text = '[trainer.args]\nvllm_servers = ["h:1"]\n'
-    with pytest.raises(TomlError, match=r"\[trainer.args\] has vllm_servers, .*set it to their t"):
+    with pytest.raises(TomlError, match=r"\[trainer.args\] vllm_servers=.*set it to their t"):
         machines_of(text)
     monkeypatch.setenv(TOKEN_VARIABLE, "t")
     assert machines_of(text)[1] == []

@@ -8,7 +8,7 @@ import pytest
 
 from verifiers_rl.cli import rl
 from verifiers_rl.cli.config import load_run_config
-from verifiers_rl.cli.resolved import RESOLVED, hand_over, resolved_text, write_resolved
+from verifiers_rl.cli.resolved import RESOLVED, resolved_text, write_resolved
 
 FIRST = """
 model = "./model"
@@ -57,22 +57,21 @@ def run(tmp_path, monkeypatch, capsys):
 FILES = ["@", "../files/first.toml", "@", "../files/flat.toml"]
 
 
-def test_a_dry_run_prints_and_writes_what_would_run_and_starts_nothing(run, tmp_path, monkeypatch):
+def test_a_dry_run_prints_what_would_run_and_starts_nothing(run, tmp_path, monkeypatch):
     started = []
     monkeypatch.setattr("subprocess.Popen.__init__", lambda *args, **_: started.append(args))
     words = ["--trainer.gpus", "2", "--trainer.args.run_name", "42", "--env.0.weight=2"]
     status, printed, said = run("--dry-run", *FILES, *words)
     assert status == 0, said
-    written = tmp_path / "here" / "outputs" / "42" / RESOLVED
-    assert written.read_text() == printed and str(written) in said
-    assert os.listdir(written.parent) == [RESOLVED] and not started
+    assert "nothing was started" in said and not started
+    assert not (tmp_path / "here" / "outputs").exists()
     data = tomllib.loads(printed)
     assert data["model"] == str(tmp_path / "files" / "model")
     assert data["env_file"] == [str(tmp_path / "files" / "secrets.env")]
     assert data["import_from"] == [str(tmp_path / "files"), str(tmp_path / "files" / "code")]
     args = data["trainer"]["args"]
     assert (args["max_steps"], args["temperature"], args["run_name"]) == (7, 0.9, "42")
-    assert args["output_dir"] == str(written.parent)
+    assert args["output_dir"] == str(tmp_path / "here" / "outputs" / "42")
     assert data["env"][0]["weight"] == 2 and data["trainer"]["gpus"] == 2
 
 
@@ -93,7 +92,8 @@ def test_no_secret_is_in_it_and_it_says_which_were_left_out(run):
 def test_it_runs_as_it_is_from_any_folder_and_gives_itself_again(run, tmp_path, monkeypatch):
     status, printed, _ = run("--dry-run", *FILES, "--trainer.gpus", "2")
     assert status == 0
-    written = tmp_path / "here" / "outputs" / "rl" / RESOLVED
+    written = tmp_path / "here" / RESOLVED
+    written.write_text(printed)
     first = load_run_config(
         [tmp_path / "files" / "first.toml", tmp_path / "files" / "flat.toml"],
         [("trainer.gpus", "2")], checks_model=False,
@@ -101,15 +101,14 @@ def test_it_runs_as_it_is_from_any_folder_and_gives_itself_again(run, tmp_path, 
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     again = load_run_config(written, checks_model=False)
-    assert (again.model, again.envs[1:], again.env_files, again.trainer_gpus) == (
+    assert (again.model, again.envs[1:], again.env_files, again.trainer.gpus) == (
         first.model, first.envs[1:], first.env_files, 2,
     )  # fmt: skip
     assert again.folders == [written.parent, *first.folders]
-    kept = {k: v for k, v in first.trainer_args.items() if k != "hub_token"}
-    assert kept.items() <= again.trainer_args.items()
-    # Run again, it is not overwritten; what it says is the same but for its name.
+    kept = {k: v for k, v in first.trainer.args.items() if k != "hub_token"}
+    assert kept.items() <= again.trainer.args.items()
     status, repeated, _ = run("--dry-run", "@", str(written))
-    assert status == 0 and written.read_text() == printed
+    assert status == 0
     assert tomllib.loads(repeated)["trainer"] == tomllib.loads(printed)["trainer"]
 
 
@@ -120,9 +119,9 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(run, tmp_path):
     words = ["--dry-run", *FILES, "--trainer.gpus", "2"]
     status, printed, said = run(*words)
     assert (status, printed) == (1, "") and "holds a run already (checkpoint-3)" in said
-    for option in ("--resume", "--overwrite"):  # and it leaves the file of the run there as it is
+    for option in ("--resume", "--overwrite"):
         status, printed, said = run(*words, option)
-        assert status == 0 and "holds a run, so this was not written there; nothing was" in said
+        assert status == 0 and "nothing was started" in said
         assert "max_steps = 7" in printed and os.listdir(checkpoint.parent) == ["checkpoint-3"]
     status, _, said = run(*words, "--trainer.args.max_steps", "0")
     assert status == 1 and "the command line: [trainer.args] max_steps=0" in said
@@ -181,12 +180,12 @@ def test_processes_of_a_run_read_it_unless_secrets_are_left_out_in_it(tmp_path):
     head = 'model = "m"\n[env]\nid = "e"\n[env.args]\nlevel = 3\n'
     config.write_text(head)
     read = load_run_config(config, [("trainer.args.max_steps", "7")], checks_model=False)
-    hand_over(read, str(folder))
-    assert read.words == ["@", str(folder / RESOLVED)]
+    write_resolved(read, str(folder))
+    assert read.layers.words == ["@", str(folder / RESOLVED)]
     again = load_run_config(folder / RESOLVED, checks_model=False)
-    assert again.envs == read.envs and again.trainer_args["max_steps"] == 7
+    assert again.envs == read.envs and again.trainer.args["max_steps"] == 7
     config.write_text(head + 'api_key = "of-a-judge"\n')
     read = load_run_config(config, checks_model=False)
-    hand_over(read, str(folder))
-    assert read.words == ["@", str(config)]
+    write_resolved(read, str(folder))
+    assert read.layers.words == ["@", str(config)]
     assert "of-a-judge" not in (folder / RESOLVED).read_text()

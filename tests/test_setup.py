@@ -99,7 +99,7 @@ def test_the_environment_of_a_workspace_loads(name, make_workspace, monkeypatch)
         (table,) = config.envs
         for module in (table.id, "my_loss"):
             monkeypatch.delitem(sys.modules, module, raising=False)
-        env = config.load_envs()
+        (env,) = (one.env for one in config.load_envs())
         assert env.taskset.config.id == name.replace("skeleton", "my_env")
         assert str(path.parent) in sys.modules[table.id].__file__
         if name != "math_python":  # which downloads

@@ -398,8 +398,6 @@ def test_two_ranks_equal_one(make_trainer, tmp_path):
         ({"gradient_masks": {"ratio": {}}}, "gradient_masks=.* there are no importance ratios"),
         ({"sampling_mask": True}, "sampling_mask=True has no effect in SFTTrainer: the data has"),
         ({"router_replay": True}, "router_replay=True has no effect in SFTTrainer"),
-        ({"loss_on": ["bot"]}, r"loss_on=\['bot'\]: must be a list of roles"),
-        ({"loss_on": []}, "loss_on"),
         ({"max_steps": 0}, "max_steps=0: must be >= 1, or -1"),
         ({"max_steps": 5, "num_train_epochs": 2.0}, "without effect beside max_steps=5"),
         ({"loss": "cispo"}, "loss='cispo': must be one of cross_entropy, or module:function"),
@@ -408,7 +406,6 @@ def test_two_ranks_equal_one(make_trainer, tmp_path):
         ({"packing": True}, "packing: docs/reference.md lists the options"),
         ({"vllm_server_port": 8001}, "vllm_server_port=8001 has no effect in SFTTrainer"),
         ({"metric_for_best_model": "reward"}, "metric_for_best_model='reward': must be 'loss'"),
-        ({"loss_onn": []}, "loss_onn: did you mean 'loss_on'"),
         ({"batch_sise": 5}, "batch_sise: did you mean 'batch_size'"),
     ],
 )
@@ -439,9 +436,3 @@ def test_options_of_the_data_change_what_is_trained(make_trainer):
     plain = first_batch()
     assert first_batch(seed=7) != plain != first_batch(shuffle=False)
     assert max(map(len, first_batch(max_seq_len=8))) == 8 < max(map(len, plain))
-    whole = make_trainer(loss_on=["user", "assistant"])
-    more, fewer = (
-        sum(s.num_loss_tokens for s in make_samples(trainer.orchestrator._rows))
-        for trainer in (whole, make_trainer())
-    )
-    assert more > fewer

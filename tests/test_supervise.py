@@ -4,15 +4,14 @@ import json
 import os
 import signal
 import threading
-from pathlib import Path
 
 import pytest
 
-from verifiers_rl.cli import children, supervise
-from verifiers_rl.cli.children import Child, ChildError, Supervised
-from verifiers_rl.cli.config import RunConfig
-from verifiers_rl.cli.plan import ServerPlan
-from verifiers_rl.cli.teachers import SERVERS_VARIABLE
+from tests.configs import make_config
+from verifiers_rl.cli import supervise
+from verifiers_rl.cli.children import Child
+from verifiers_rl.cli.plan import MAX_RESTARTS, SERVERS_VARIABLE, ServerPlan
+from verifiers_rl.cli.supervise import Supervised
 
 SERVER = ServerPlan("inference", "the server", ("inference",), "m", {}, 0)
 TEACHER = ServerPlan("teacher-big", "teacher 'big'", ("teacher", "0"), "m", {}, 0, is_needed=True)
@@ -73,15 +72,13 @@ class Launcher:
 def run(monkeypatch):
     """Runs servers and trainer to their end."""
     monkeypatch.setattr(supervise, "POLL_S", 0.0)
-    monkeypatch.setattr(children, "BACKOFF_S", 0.0)
-    monkeypatch.setattr(children, "answers", lambda address: True)
+    monkeypatch.setattr(supervise, "BACKOFF_S", 0.0)
+    monkeypatch.setattr(supervise, "answers", lambda address: True)
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handlers = {number: signal.getsignal(number) for number in numbers}
 
     def run(launcher, *plans):
-        text = {"max_modellen": 32}
-        config = RunConfig(Path("/a/rl.toml"), "m", [], inference_args=text)
-        monkeypatch.setattr(RunConfig, "table", lambda self, *at: text)
+        config = make_config({"inference": {"args": {"max_modellen": 32}}})
         status = supervise.supervise(config, plans or [SERVER], launcher)
         assert launcher.is_closed
         return status
@@ -116,14 +113,14 @@ def test_a_server_that_dies_is_started_again_and_not_for_ever(run, capsys, plan,
     if then == "lives":
         assert status == 7 and len(launcher.started) == 2 and given_up not in said.err
     else:
-        assert len(launcher.started) == 1 + children.MAX_RESTARTS and given_up in said.err
+        assert len(launcher.started) == 1 + MAX_RESTARTS and given_up in said.err
         assert status == (1 if plan.is_needed else 7)
 
 
 def test_restarts_wait_longer_and_longer_until_the_server_was_ready(monkeypatch, capsys):
     times, started = [0.0], []
-    monkeypatch.setattr(children.time, "monotonic", lambda: times[0])
-    monkeypatch.setattr(children, "answers", lambda address: started[-1].is_ready)
+    monkeypatch.setattr(supervise.time, "monotonic", lambda: times[0])
+    monkeypatch.setattr(supervise, "answers", lambda address: started[-1].is_ready)
 
     def start(plan):
         child = Played("inference", 1)
@@ -131,7 +128,7 @@ def test_restarts_wait_longer_and_longer_until_the_server_was_ready(monkeypatch,
         started.append(child)
         return child
 
-    server = Supervised(SERVER, start, RunConfig(Path("/a/rl.toml"), "m", []))
+    server = Supervised(SERVER, start, make_config())
     delays = []
     for _ in range(5):
         server.poll()
@@ -152,7 +149,7 @@ def test_one_of_two_servers_that_dies_does_not_end_the_other_one(run):
 
 
 def test_a_bad_flag_of_a_server_is_named_as_in_the_toml(run, monkeypatch, capsys):
-    monkeypatch.setattr(children, "answers", lambda address: False)
+    monkeypatch.setattr(supervise, "answers", lambda address: False)
     complaint = "vf-vllm: error: --max-modellen: no such flag; did you mean --max-model-len?"
     for lines, said in (
         ((complaint, "bye"), "max_modellen: --max-modellen: no such flag; did you mean --max-mod"),
@@ -188,10 +185,10 @@ def test_a_signal_lets_the_trainer_save_and_then_ends_the_servers(run, number):
     assert trainer.signals[0] == server.signals[0] == signal.SIGTERM
 
 
-def test_a_server_that_is_never_ready_is_one_error(monkeypatch):
-    monkeypatch.setattr(children, "answers", lambda address: False)
-    server = Supervised(
-        SERVER, lambda plan: Played("inference"), RunConfig(Path("/a/rl.toml"), "m", [])
-    )
-    with pytest.raises(ChildError, match=r"the server was not ready after 0\.05 s; raise vllm_se"):
-        server.wait_until_ready(0.05)
+def test_a_server_that_nothing_starts_again_ends_the_run(run, capsys):
+    plan = ServerPlan("inference", "the server", ("inference",), "m", {}, 0, is_needed=True)
+    plan.max_restarts = 0
+    launcher = Launcher([Played("generate")], inference=[Played("first", 137, polls=4)])
+    assert run(launcher, plan) == 1 and len(launcher.started) == 1
+    assert "the server ended with status 137 and is not started again" in capsys.readouterr().err
+    assert launcher.trainers[0].signals[0] == signal.SIGTERM

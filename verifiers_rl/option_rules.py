@@ -87,10 +87,16 @@ def checkers(cls: Any) -> dict[str, TypeAdapter[Any]]:
     return checked
 
 
-def problem_of(error: ValidationError) -> str:
-    """Return what the value must be, from pydantic's error about one."""
+def problem_of(error: ValidationError, place: tuple[int | str, ...] | None = None) -> str:
+    """Return what a value must be, from pydantic's error about it.
+
+    Args:
+        place: of the value, where the error may be about several.
+    """
     problems: dict[str, None] = {}
     for one in error.errors(include_url=False):
+        if place not in (None, one["loc"]):
+            continue
         text = re.sub(r"^\w+ should", "must", one["msg"].removeprefix("Value error, "))
         text = text.replace("a valid dictionary", "a table")
         names = re.findall(r"'([^']+)'", one.get("ctx", {}).get("expected", ""))

@@ -14,9 +14,9 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from verifiers_rl.cli.config import RunConfig, load_run_config, overrides_of
-from verifiers_rl.cli.local import LOGS
-from verifiers_rl.cli.plan import check_run
+from verifiers_rl.cli.config import RunConfig
+from verifiers_rl.cli.plan import check_start, check_trainer_options
+from verifiers_rl.cli.supervise import LOGS
 
 NUM_GROUPS = 2  # in a step
 NUM_STEPS = 2  # the second is sampled from weights that the first has pushed
@@ -35,7 +35,8 @@ def check(
     Raises:
         TomlError, RunFolderError: the run cannot begin.
     """
-    args = check_run(config, options.resume)
+    args = check_trainer_options(config)
+    check_start(config, args, options.resume)
     target = Path(args.output_dir).absolute()
     beside = next(path for path in target.parents if path.exists())
     # Where the run's own folder will be, because there is room for a model.
@@ -48,12 +49,12 @@ def check(
             "max_off_policy_steps": 0,
             "logging_steps": 1,
             "report_to": "none",
-            "push_to_hub": "false",
+            "push_to_hub": False,
         }
-        words = [f"--trainer.args.{name}={value}" for name, value in small.items()]
-        words = [*config.words[2 * len(config.files) :], *words]
-        own = argparse.Namespace(resume=False, overwrite=False, no_tmux=True)
-        status = run(load_run_config(config.files, overrides_of(words), checks_model=False), own)
+        config.trainer.args |= small
+        # For children that read the files, because these have secrets.
+        config.layers.words += [f"--trainer.args.{name}={value}" for name, value in small.items()]
+        status = run(config, argparse.Namespace(resume=False, overwrite=False, no_tmux=True))
         problem = problem_of(Path(folder, "metrics.jsonl")) if status == 0 else f"status {status}"
         if problem:
             logs, kept = Path(folder, LOGS), tempfile.mkdtemp(prefix="vf-rl-check-")

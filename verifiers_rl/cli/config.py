@@ -43,8 +43,8 @@ gpus = 1                         # vf-rl starts its server on GPUs of its own; 0
 gpus = 1                         # of each replica; 0: CPU. Without `replicas`, several GPUs become
                                  # replicas of one GPU, or of tensor_parallel_size
 replicas = 1                     # servers of the same model, each with `gpus` GPUs of its own
-[inference.args]                 # flags of vf-vllm, so of vLLM: max_model_len = 2048, or
-                                 # "max-model-len" = 2048, is --max-model-len 2048
+[inference.args]                 # flags of vf-vllm, so of vLLM, with underscores:
+                                 # max_model_len = 2048 is --max-model-len 2048
 
 [trainer]
 gpus = 1                         # 0: CPU
@@ -64,40 +64,44 @@ address = "auto"                 # of a Ray cluster that runs already, which the
 from __future__ import annotations
 
 import argparse
-import copy
 import importlib
-import json
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from verifiers_rl.cli import flat
-from verifiers_rl.cli.env_file import read_env_files
 from verifiers_rl.cli.layers import (
-    MISSING,
     Data,
     Key,
-    Setting,
+    Layers,
     TomlError,
     compose,
     find,
     is_tables,
     nearest_hint,
     overrides_of,
-    place_of,
+    read_env_files,
     read_file,
-    table_name,
 )
-from verifiers_rl.cli.teachers import TeacherTable, check_use, make_scorers, read_teachers
+from verifiers_rl.cli.leaves import load_leaf
 from verifiers_rl.inference.checkpoint import model_error
 from verifiers_rl.option_rules import (
-    Algorithm,
+    STRICT,
     NotNegativeInt,
     PositiveInt,
     PositiveNumber,
@@ -109,46 +113,110 @@ from verifiers_rl.option_rules import (
 from verifiers_rl.process.secret_names import set_secrets
 from verifiers_rl.user_code import UserCodeError, load_user_code, names_user_code
 
-_Kind = TypeVar("_Kind")
-_Text = Annotated[str, Field(min_length=1)]
+_Made = TypeVar("_Made")
+Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[
+    list[Text], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+]
 __all__ = ["EnvTable", "RunConfig", "TomlError", "load_run_config"]  # TomlError is of layers
 
 # --- Tables of the TOML: a field is a key, with its type and default ------------------------------
 
 
-@dataclass
-class EnvTable:
+def wrong(problem: str, *key: str, has: bool = False) -> PydanticCustomError:
+    """Make the error of a check of a table.
+
+    Args:
+        key: what is wrong in the table, from there; none: the table.
+        has: the problem is that the table has the key, and its value is not shown.
+    """
+    kind = "has" if has else "wrong"
+    return PydanticCustomError(kind, "{problem}", {"problem": problem, "key": key})
+
+
+class Table(BaseModel):
+    """A table of the TOML."""
+
+    model_config = STRICT
+
+    @classmethod
+    def arrange(cls, data: Data) -> Data:
+        """Return what the TOML has, by the keys of this class."""
+        return data
+
+    @classmethod
+    def advise(cls, key: str, known: list[str], options: Iterable[str]) -> str:
+        """Return what to write in place of an unknown key."""
+        advice = "options belong into args below" if "args" in known else ""
+        return nearest_hint(key, known, advice)
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_keys(cls, data: Any, info: ValidationInfo) -> Any:
+        if not isinstance(data, dict):
+            raise ValueError("must be a table")
+        # None: a key of the command line that takes back what a file has.
+        data = {key: value for key, value in cls.arrange(data).items() if value is not None}
+        known = [field.alias or name for name, field in cls.model_fields.items()]
+        for key in data:
+            if key not in known:
+                hint = cls.advise(key, known, info.context or ())
+                raise wrong(f"has an unknown key {key!r}; {hint}", key, has=True)
+        return data
+
+
+LEARNING = ("algorithm", "teacher", "distill_coef", "hint")
+# Keys beside those of verifiers.v1's own.
+_BESIDE_V1 = ("python", "name", "weight", "sampling", "only", "eval_examples", *LEARNING)
+
+
+class EnvTable(Table):
     """One [env] or [[env]], by its `id` and `args`, or by the keys of verifiers.v1's, `v1`.
 
     Attributes:
         python: interpreter of its rollout workers; "": the one of the trainer.
-        algorithm, teacher, distill_coef, hint: see `learning`.
+        algorithm, teacher, distill_coef, hint: how it learns, which the leaf `distill` reads.
     """
 
-    NOT_KEYS: ClassVar[tuple[str, ...]] = ("v1",)
-
-    id: _Text = ""
-    args: dict[str, Any] = field(default_factory=dict)
+    id: str = ""
+    args: dict[str, Any] = {}
     name: str = ""
     weight: PositiveNumber = 1.0
-    sampling: dict[str, Any] = field(default_factory=dict)
-    v1: dict[str, Any] | None = None
+    sampling: dict[str, Any] = {}
+    v1: dict[str, Any] | None = Field(None, alias="taskset")
     only: Literal["train", "eval"] | None = None
     eval_examples: PositiveInt | None = None
     python: str = ""
-    algorithm: Algorithm | None = None
-    teacher: str | None = None
-    distill_coef: PositiveNumber | None = None
-    hint: str | None = None
+    algorithm: Any = None
+    teacher: Any = None
+    distill_coef: Any = None
+    hint: Any = None
 
-    def __post_init__(self) -> None:
+    @classmethod
+    def arrange(cls, data: Data) -> Data:
+        """Put keys of a taskset's environment, which verifiers checks, into one table."""
+        if "taskset" not in data:
+            return data
+        own = {key: value for key, value in data.items() if key in _BESIDE_V1}
+        return {**own, "taskset": {k: v for k, v in data.items() if k not in _BESIDE_V1}}
+
+    @model_validator(mode="after")
+    def complete(self) -> EnvTable:
+        if self.v1 is not None:
+            taskset = self.v1["taskset"]
+            own = taskset.get("id") if isinstance(taskset, dict) else None
+            if not isinstance(own, str):
+                raise wrong("must be a table with an id", "taskset")
+            self.id = own
+        if not self.id:
+            raise ValueError("id is missing; set it to a string")
         self.name = self.name or self.id.rsplit("/", 1)[-1].split("@", 1)[0]
+        return self
 
     @property
-    def learning(self) -> dict[str, Any]:
-        """The fields of `Distillation` that are set; `teacher` is the name of a [[teacher]]."""
-        given = {name: getattr(self, name) for name in LEARNING}
-        return {name: value for name, value in given.items() if value is not None}
+    def learns(self) -> bool:
+        """Whether it has keys that `distill` reads."""
+        return not self.model_fields_set.isdisjoint(LEARNING)
 
     def load(self, *folders: Path) -> Any:
         """Load it, from what is installed or from these folders. With `python`, whose workers load
@@ -167,127 +235,99 @@ class EnvTable:
         return table
 
 
-LEARNING = ("algorithm", "teacher", "distill_coef", "hint")
-# Keys beside those of verifiers.v1's own. All but `python` make [env] one of several.
-_BESIDE_V1 = ("python", "name", "weight", "sampling", "only", "eval_examples", *LEARNING)
+# Flags of the server that have a place of their own.
+_OF_SERVER = {
+    "model": "set model at the top level instead",
+    "host": "set vllm_server_host in [trainer.args] instead",
+    "port": "set vllm_server_port in [trainer.args] instead",
+}
 
 
-@dataclass
-class InferenceTable:
-    """[inference]."""
+def refuse_flags(args: Data, hints: dict[str, str]) -> None:
+    """Raise the error of a server's flags if they have one of these, or one with dashes."""
+    for name in args:
+        spelled = name.strip("-").replace("-", "_")
+        if hint := hints.get(spelled) or f"write {spelled}" * (spelled != name):
+            raise wrong(f"has {name!r}; {hint}", "args", name, has=True)
+
+
+class InferenceTable(Table):
+    """[inference]. `replicas` is None where the TOML leaves their number open."""
 
     gpus: NotNegativeInt = 1
     replicas: PositiveInt | None = None
-    args: dict[str, Any] = field(default_factory=dict)
+    args: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def check_flags(self) -> InferenceTable:
+        refuse_flags(self.args, _OF_SERVER)
+        return self
 
 
-@dataclass
-class TrainerTable:
+class TrainerTable(Table):
     """[trainer]."""
 
     gpus: NotNegativeInt = 1
-    class_: Annotated[str, must("be of the form module:name", names_user_code)] = ""
-    args: dict[str, Any] = field(default_factory=dict)
+    class_: Annotated[str, must("be of the form module:name", names_user_code)] = Field(
+        "", alias="class"
+    )
+    args: dict[str, Any] = {}
 
 
-@dataclass
-class ClusterTable:
+class ClusterTable(Table):
     """[cluster]: how many machines do what, and the address of the Ray cluster that places the
     processes. Without one, vf-rl is started on each machine.
     """
 
-    address: Annotated[str | None, Field(min_length=1)] = None
+    address: Text | None = None
     trainer_nodes: PositiveInt | None = None
     inference_nodes: PositiveInt | None = None
 
 
-@dataclass
-class RunConfig:
-    """A checked configuration. `model` is resolved.
+# Tables that another program reads.
+ELSEWHERE = {
+    "data": "it is of vf-sft, which trains on a dataset",
+    "env": "vf-sft has no environment; `vf-rl generate --split eval` measures a model on one",
+    "inference": "vf-sft starts no server",
+    "cluster": "vf-sft runs on one machine",
+    "teacher": "the dataset is vf-sft's teacher; distillation on rollouts is of vf-rl",
+}
 
-    Attributes:
-        path: of its file; of several, the last.
-        files: all of its files.
-        words: the words of a command that give the same configuration.
-        tree: all keys, in our layout; models and paths are resolved.
-        settings: that are composed in it, in their order.
-    """
 
-    PROGRAM = "vf-rl"
-    MODULE = "verifiers_rl.cli.train"  # of a process that trains
-    TRAINER, CONFIG = "verifiers_rl.trainer:RLTrainer", "verifiers_rl.config:RLConfig"
-    TABLES: ClassVar[tuple[str, ...]] = (*flat.COMMON, *flat.OURS)  # of the top level
-    NEEDS_ENV = True
+class TrainConfig(Table):
+    """What each program that trains has in its TOML. `model` is resolved."""
 
-    path: Path
-    model: str
-    envs: list[EnvTable]
-    is_mix: bool = False
-    teachers: list[TeacherTable] = field(default_factory=list)
-    inference_gpus: int = 1
-    inference_replicas: int = 1
-    has_replicas: bool = False  # the TOML sets their number
-    inference_args: dict[str, Any] = field(default_factory=dict)
-    trainer_gpus: int = 1
-    trainer_args: dict[str, Any] = field(default_factory=dict)
-    trainer_class_name: str = ""
-    files: list[Path] = field(default_factory=list)
-    words: list[str] = field(default_factory=list)
-    tree: Data = field(default_factory=dict)
-    settings: list[Setting] = field(default_factory=list)
-    env_files: list[Path] = field(default_factory=list)
-    import_from: list[Path] = field(default_factory=list)
-    cluster: ClusterTable = field(default_factory=ClusterTable)
+    PROGRAM: ClassVar[str]
+    MODULE: ClassVar[str]  # of a process that trains
+    TRAINER: ClassVar[str]
+    CONFIG: ClassVar[str]
 
-    def __post_init__(self) -> None:
-        self.files = self.files or [self.path]
-        self.words = self.words or ["@", str(self.path)]
+    model: str = ""
+    import_from: Texts = []
+    trainer: TrainerTable = TrainerTable()
+
+    _layers: Layers = PrivateAttr()
+
+    @classmethod
+    def advise(cls, key: str, known: list[str], options: Iterable[str]) -> str:
+        """`options` are the program's own, one of which may have been meant."""
+        return ELSEWHERE.get(key) or nearest_hint(key, {*known, *flat.FLAT, *options})
+
+    @property
+    def layers(self) -> Layers:
+        """Where each value is from."""
+        return self._layers
 
     @property
     def folders(self) -> list[Path]:
         """Where its modules are: beside its files, the last one first, and `import_from`."""
-        beside = [path.parent for path in reversed(self.files)]
-        return list(dict.fromkeys([*beside, *self.import_from]))
+        beside = [path.parent for path in reversed(self.layers.files)]
+        return list(dict.fromkeys([*beside, *map(Path, self.import_from)]))
 
-    # --- Keys, and errors about them --------------------------------------------------------------
-
-    def _origin(self, key: Key) -> Setting:
-        """Return the newest setting of this key. Of a table, its source; where no layer has the
-        key, all files.
-        """
-        for one in reversed(self.settings):
-            below = key[len(one.key) :]
-            if one.source and one.key[: len(key)] == key[: len(one.key)]:
-                if one.key == key:
-                    return one
-                if find(one.value, below) is not MISSING:
-                    return Setting(key, None, one.source, key)
-        return Setting(key, None, ", ".join(map(str, self.files)), key)
-
-    def source(self, *key: str) -> str:
-        """Where a key or a table is from: the file, or all files if none of them has it."""
-        return self._origin(key).source
-
-    def folder_of(self, *key: str) -> Path:
-        """Return the folder to which paths in the value of a key are relative."""
-        source = Path(self.source(*key))
-        return source.parent if source in self.files else Path.cwd()
-
-    def beside(self, name: str, *key: str) -> Path:
-        """Return the absolute path that the value of a key names."""
-        return Path(os.path.normpath(self.folder_of(*key) / Path(name).expanduser()))
-
-    def place(self, *key: str) -> str:
-        """Where the value of a key is from, for an error about it: the source and the table."""
-        return place_of(self.source(*key), self._origin(key).written)
-
-    def error(self, key: Key, problem: str) -> TomlError:
-        """Return the error about this key: "FILE: [table] key=value: problem"."""
-        place, value = self.place(*key), find(self.tree, key)
-        place += ":" * place[-1].isdigit()  # behind "[[env]] 2"
-        is_value = value is not MISSING and not isinstance(value, dict) and not is_tables(value)
-        shown = f"{self._origin(key).written[-1]}={value!r}" if is_value else key[-1]
-        return TomlError(f"{place} {shown}: {problem}")
+    @property
+    def num_gpus_of_trainer(self) -> int:
+        """On all machines."""
+        return self.trainer.gpus
 
     def of_option(self, message: str) -> TomlError:
         """Return the error that says where the option is from with which `message` begins. A key of
@@ -295,116 +335,56 @@ class RunConfig:
         """
         name = (re.match(r"\w+(\.\w+)*", message) or [""])[0]
         key = (*flat.ARGS, *name.split("."))
-        is_table = isinstance(find(self.tree, key), dict)
-        own = name if is_table else self._origin(key).written[-1]
-        return TomlError(f"{self.place(*key)} {own}{message.removeprefix(name)}")
+        origin = self.layers.origin(key)
+        is_table = isinstance(find(self.layers.tree, key), dict)
+        own = name if is_table else origin.written[-1]
+        return TomlError(f"{origin.place} {own}{message.removeprefix(name)}")
 
-    def table(self, *at: str) -> Data:
-        """Return the data of a table; {} if there is none.
-
-        Raises:
-            TomlError: it is no table.
-        """
-        data = find(self.tree, at)
-        if data is MISSING:
-            return {}
-        if not isinstance(data, dict):
-            raise self.error(at, "must be a table")
-        return data
-
-    def read(self, key: Key, checker: TypeAdapter[Any]) -> Any:
-        """Return the value of a key, checked; on the command line, in the form that it asks for.
-
-        Raises:
-            TomlError: it does not fit.
-        """
-        value = self.typed(key, checker)
-        try:
-            return checker.validate_python(value)
-        except ValidationError as error:
-            raise self.error(key, problem_of(error)) from error
-
-    def typed(self, key: Key, checker: TypeAdapter[Any]) -> Any:
-        """Return the value of a key; on the command line, in the form that `checker` asks for."""
-        text, value = self._origin(key).text, copy.deepcopy(find(self.tree, key))
-        return value if text is None else of_type(text, value, checker)
-
-    def read_table(
-        self,
-        at: Key,
-        kind: type[_Kind],
-        /,
-        elsewhere: Iterable[str] = (),
-        **others: Any,
-    ) -> _Kind:
-        """Return a table as an object of this dataclass.
+    def resolve(self, checks_model: bool) -> None:
+        """Make paths absolute, here and in the tree.
 
         Args:
-            elsewhere: keys that are read by somebody else.
-            others: fields that are no keys, its `NOT_KEYS`.
+            checks_model: look whether there is such a model, on the hub too.
 
         Raises:
-            TomlError: a key is no field of the class, or has a value that does not fit its type.
+            TomlError: what a key names is not there.
         """
-        checks = {k.rstrip("_"): (k, checker) for k, checker in checkers(cast(Any, kind)).items()}
-        for name in getattr(kind, "NOT_KEYS", ()):
-            del checks[name]
-        for key in self.table(*at):
-            if key in checks:
-                name, checker = checks[key]
-                others[name] = self.read((*at, key), checker)
-            elif key not in elsewhere:
-                advice = f"options belong into [{at[0]}.args]" if "args" in checks else ""
-                hint = nearest_hint(key, [*checks, *elsewhere], advice)
-                raise TomlError(f"{self.place(*at, key)} has an unknown key {key!r}; {hint}")
-        return kind(**others)
+        self._find_paths("import_from", self.import_from, Path.is_dir, "folder")
+        self.model = self.find_model(("model",), self.model, checks_model)
 
-    def refuse_flags(self, at: Key, hints: dict[str, str]) -> None:
-        """Raise TomlError if the flags of a server have one of these."""
-        for name in hints.keys() & self.table(*at, "args").keys():
-            raise TomlError(f"{self.place(*at, 'args', name)} has {name!r}; {hints[name]}")
-
-    def find_model(self, at: Key, checks_model: bool) -> str:
-        """Return the model that this key names: its folder, or its name on the hub.
+    def find_model(self, key: Key, model: str, checks_model: bool) -> str:
+        """Return the model that a key names: its folder, or its name on the hub.
 
         Raises:
             TomlError: the key is missing, or there is no such model.
         """
-        model = self.read(at, TypeAdapter(str)) if find(self.tree, at) is not MISSING else ""
         if not model:
-            raise TomlError(f"{self.place(*at)} model is missing; set it to a string")
-        folder = self.folder_of(*at)
+            raise self.layers.error(key, "is missing; set it to a string")
+        beside = self.layers.beside(model, key)
         if model.startswith(("./", "../")):
-            model = str((folder / model).resolve())
+            model = str(beside)
         elif os.path.isdir(os.path.expanduser(model)):
             model = os.path.abspath(os.path.expanduser(model))
         if checks_model and (problem := model_error(model)):
-            if (folder / model).is_dir():
+            if beside.is_dir():
                 problem += f"; for the folder beside the TOML write './{model}'"
-            raise TomlError(f"{self.place(*at)} {problem}")
-        self.table(*at[:-1])[at[-1]] = model
+            raise TomlError(f"{self.layers.place(*key)} {problem}")
+        find(self.layers.tree, key[:-1])[key[-1]] = model
         return model
 
-    def read_paths(self, key: str, exists: Callable[[Path], bool], kind: str) -> list[Path]:
-        """Return the paths that a key names: one, or a list of several.
-
-        Raises:
-            TomlError: it names none, or one does not exist.
-        """
-        if self.tree.get(key) is None:
-            return []
-        names = self.read((key,), TypeAdapter(_Text | list[_Text]))
-        paths = []
-        for name in [names] if isinstance(names, str) else names:
-            if not exists(path := self.beside(name, key)):
-                raise self.error(
+    def _find_paths(
+        self, key: str, names: list[str], exists: Callable[[Path], bool], kind: str
+    ) -> None:
+        for number, name in enumerate(names):
+            if not exists(path := self.layers.beside(name, (key,))):
+                raise self.layers.error(
                     (key,),
                     f"there is no {kind} {path}; correct the path, which is relative to what "
                     "names it",
                 )
-            paths.append(path)
-        self.tree[key] = list(map(str, paths))
-        return paths
+            names[number] = str(path)
+        if names:
+            self.layers.tree[key] = names
 
     # --- What the keys name -----------------------------------------------------------------------
 
@@ -418,7 +398,7 @@ class RunConfig:
             TomlError: a value cannot work.
         """
         try:
-            return self.config_class()(**{**self.trainer_args, **others})
+            return self.config_class()(**{**self.trainer.args, **others})
         except (ValueError, TypeError) as error:  # ConfigError is a ValueError
             raise self.of_option(str(error)) from error
 
@@ -428,18 +408,18 @@ class RunConfig:
         Raises:
             TomlError: no such class.
         """
-        if not self.trainer_class_name:
+        if not self.trainer.class_:
             return load_user_code(self.TRAINER, "class")
         from transformers import Trainer
 
         make_importable(self.folders)
         at = ("trainer", "class")
         try:
-            found = load_user_code(self.trainer_class_name, "class")
+            found = load_user_code(self.trainer.class_, "class")
         except UserCodeError as error:
-            raise TomlError(f"{self.place(*at)} {error}") from error
+            raise TomlError(f"{self.layers.place(*at)} {error}") from error
         if not (isinstance(found, type) and issubclass(found, Trainer)):
-            raise self.error(
+            raise self.layers.error(
                 at, "must be a class that extends transformers.Trainer, as RLTrainer does"
             )
         return found
@@ -449,20 +429,13 @@ class RunConfig:
         that [trainer] names. Imports transformers.
         """
         default = load_user_code(self.CONFIG, "class")
-        if not self.trainer_class_name:
+        if not self.trainer.class_:
             return default  # without the trainer, which takes seconds to import
         return getattr(self.trainer_class(), "config_class", default)
 
-    def make_trainer(self, args: Any) -> Any:
-        """Make the trainer, with all that it needs.
-
-        Raises:
-            ConfigError, InvalidEnvironmentError, InferenceServerError, TomlError: it cannot work.
-        """
-        return self.trainer_class()(self.model, self.load_envs(), args)
-
-    def check_own(self) -> None:
-        """Fill in and check what a class that extends this one has of its own."""
+    def option(self, name: str) -> Any:
+        """The value of this option in [trainer.args], or the default of its field."""
+        return self.trainer.args.get(name, getattr(self.config_class(), name))
 
     def prepare(self) -> None:
         """Do what is needed in a process that trains, before it loads anything.
@@ -471,12 +444,82 @@ class RunConfig:
             TomlError: it cannot train.
         """
 
-    def option(self, name: str) -> Any:
-        """The value of this option in [trainer.args], or the default of its field."""
-        return self.trainer_args.get(name, getattr(self.config_class(), name))
+    def make_trainer(self, args: Any) -> Any:
+        """Make the trainer, with all that it needs.
 
-    def load_envs(self, with_teachers: bool = True) -> Any:
-        """What `RLTrainer(env=...)` takes: the environment of [env], or those of the [[env]]s. The
+        Raises:
+            ConfigError, InvalidEnvironmentError, InferenceServerError, TomlError: it cannot work.
+        """
+        raise NotImplementedError
+
+
+def _tables(value: Any) -> Any:
+    if isinstance(value, dict):
+        return [value]
+    if not is_tables(value):
+        raise ValueError("must be one [env] or several [[env]]")
+    return value
+
+
+class RunConfig(TrainConfig):
+    """The TOML of vf-rl and vf-train.
+
+    Attributes:
+        teachers: each [[teacher]], which the leaf `distill` reads.
+    """
+
+    PROGRAM = "vf-rl"
+    MODULE = "verifiers_rl.cli.train"
+    TRAINER, CONFIG = "verifiers_rl.trainer:RLTrainer", "verifiers_rl.config:RLConfig"
+
+    envs: Annotated[list[EnvTable], BeforeValidator(_tables)] = Field(alias="env")
+    teachers: Any = Field([], alias="teacher")
+    env_files: Texts = Field([], alias="env_file")
+    inference: InferenceTable = InferenceTable()
+    cluster: ClusterTable = ClusterTable()
+
+    @classmethod
+    def arrange(cls, data: Data) -> Data:
+        return {"env": {}, **data}
+
+    @model_validator(mode="after")
+    def check_together(self) -> RunConfig:
+        for number, env in enumerate(self.envs):
+            for other in self.envs[:number]:
+                are_apart = {env.only, other.only} == {"train", "eval"}
+                if env.name == other.name and not are_apart:
+                    problem = f"two [[env]] are named {env.name!r}; give one another name"
+                    raise wrong(problem, "env", str(number))
+        if self.trainer.args.get("vllm_servers"):
+            idle = "[inference]" if "inference" in self.model_fields_set else ""
+            idle = idle or "[cluster] inference_nodes" * bool(self.cluster.inference_nodes)
+            if idle:
+                problem = f"they run already, so {idle} has no effect; remove one of both"
+                raise wrong(problem, *flat.ARGS, "vllm_servers")
+            self.inference.gpus = 0
+        return self
+
+    def resolve(self, checks_model: bool) -> None:
+        self._find_paths("env_file", self.env_files, Path.is_file, "file")
+        super().resolve(checks_model)
+        for number, env in enumerate(self.envs):
+            if os.sep in env.python:  # else it is looked for as a shell does
+                # Not resolved: an interpreter knows its packages by the link that starts it.
+                at = (*self.path_of_env(number), "python")
+                env.python = str(self.layers.beside(env.python, at))
+                find(self.layers.tree, at[:-1])["python"] = env.python
+        if self.teachers or any(env.learns for env in self.envs):
+            load_leaf("distill.tables", "distillation").complete(self, checks_model)
+
+    @property
+    def num_gpus_of_trainer(self) -> int:
+        return self.trainer.gpus * (self.cluster.trainer_nodes or 1)
+
+    def make_trainer(self, args: Any) -> Any:
+        return self.trainer_class()(self.model, self.load_envs(), args)
+
+    def load_envs(self, with_teachers: bool = True) -> list[Any]:
+        """Return the `WeightedEnv` of each environment, as `RLTrainer(env=...)` takes them. The
         variables of `env_file` are in this process's environment from then on.
 
         Args:
@@ -488,54 +531,31 @@ class RunConfig:
         """
         from verifiers_rl.envs.base import InvalidEnvironmentError, WeightedEnv
 
-        set_secrets(read_env_files(self.env_files))
-        scorers = make_scorers(self) if with_teachers else {}
+        set_secrets(read_env_files(map(Path, self.env_files)))
+        scorers: dict[int, Any] = {}
+        if with_teachers and any(env.learns for env in self.envs):
+            scorers = load_leaf("distill.tables", "distillation").make_scorers(self)
         loaded = []
-        for number, env in enumerate(self.envs):
+        for number, table in enumerate(self.envs):
             try:
-                loaded.append(env.load(*self.folders))
+                env = table.load(*self.folders)
             except InvalidEnvironmentError as error:
-                raise InvalidEnvironmentError(self._of_env(number, str(error))) from error
-        if not self.is_mix and not self.envs[0].python:
-            return loaded[0]
-        return [
-            WeightedEnv(env, table.name, table.weight, table.sampling, table.only,
-                        table.eval_examples, scorers.get(number), table.python, self.folders)
-            for number, (env, table) in enumerate(zip(loaded, self.envs, strict=True))
-        ]  # fmt: skip
+                where = self.layers.error(self.path_of_env(number), str(error))
+                raise InvalidEnvironmentError(str(where)) from error
+            loaded.append(
+                WeightedEnv(
+                    env, table.name, table.weight, table.sampling, table.only,
+                    table.eval_examples, scorers.get(number), table.python, self.folders,
+                )
+            )  # fmt: skip
+        return loaded
 
     def path_of_env(self, number: int) -> Key:
         """Return where the keys of this environment are."""
-        return ("env", str(number)) if is_tables(self.tree.get("env")) else ("env",)
-
-    def _of_env(self, number: int, message: str) -> str:
-        """Return the error of an environment with the source of its keys in front: of the key that
-        the message is about, or of the environment.
-        """
-        own = self.path_of_env(number)
-        about = re.match(r"\[env\.?([\w.]*)\] (?:has an unknown key )?'?(\w+)", message)
-        key = (*own, *filter(None, about[1].split(".")), about[2]) if about else own
-        known = key if find(self.tree, key) is not MISSING else own
-        item = "" if about and len(own) == 1 else f" {table_name(own)}:"
-        return f"{self.source(*known)}:{item} {message}"
+        return self.layers.key_at(("env", number))
 
 
 # --- Reading --------------------------------------------------------------------------------------
-
-# Tables that another program reads.
-ELSEWHERE = {
-    "data": "it is of vf-sft, which trains on a dataset",
-    "env": "vf-sft has no environment; `vf-rl generate --split eval` measures a model on one",
-    "inference": "vf-sft starts no server",
-    "cluster": "vf-sft runs on one machine",
-    "teacher": "the dataset is vf-sft's teacher; distillation on rollouts is of vf-rl",
-}
-# Flags of the server that have a place of their own.
-_OF_SERVER = {
-    "model": "set model at the top level instead",
-    "host": "set vllm_server_host in [trainer.args] instead",
-    "port": "set vllm_server_port in [trainer.args] instead",
-}
 
 
 def load_run_config(
@@ -543,8 +563,8 @@ def load_run_config(
     overrides: Sequence[tuple[str, str]] = (),
     checks_model: bool = True,
     options: Iterable[str] = (),
-    kind: type[RunConfig] = RunConfig,
-) -> RunConfig:
+    kind: type[TrainConfig] = RunConfig,
+) -> Any:
     """Read, compose and check the configuration; nothing heavy is imported.
 
     Args:
@@ -561,95 +581,48 @@ def load_run_config(
     paths = [Path(os.path.abspath(path.expanduser())) for path in given]
     settings = [one for path in paths for one in flat.settings_of(read_file(path), str(path))]
     settings += [one for pair in overrides for one in flat.settings_of_word(*pair)]
-    tree = compose(settings)
-    if find(tree, (*flat.ARGS, "eval_strategy")) == "no":
-        tree = compose(one for one in settings if one.source)
+    if find(compose(settings), (*flat.ARGS, "eval_strategy")) == "no":
+        settings = [one for one in settings if one.source]
     words = [word for path in paths for word in ("@", str(path))]
     words += [f"--{key}={text}" for key, text in overrides]
-    config = kind(
-        paths[-1], model="", envs=[], files=paths, words=words, tree=tree, settings=settings
-    )
-    _check(config, checks_model, options)
+    return read_layers(Layers(paths, words, settings), kind, checks_model, options)
+
+
+def read_layers(
+    layers: Layers,
+    kind: type[TrainConfig] = RunConfig,
+    checks_model: bool = True,
+    options: Iterable[str] = (),
+) -> Any:
+    """Check a configuration that is composed; see `load_run_config`."""
+    config = read_table(layers, (), partial(kind.model_validate, context=options))
+    config._layers = layers
+    config.resolve(checks_model)
     return config
 
 
-def _check(config: RunConfig, checks_model: bool, options: Iterable[str]) -> None:
-    """Fill in the fields from the data.
+def read_table(layers: Layers, at: Key, make: Callable[[Data], _Made]) -> _Made:
+    """Return what pydantic makes of a table of a configuration. A value of the command line is
+    taken as text where text is asked for.
 
     Raises:
-        TomlError: a key is unknown, or has a value that cannot work.
+        TomlError: a key is unknown, or has a value that does not fit.
     """
-    for key in config.tree:
-        if key not in config.TABLES:
-            known = {*config.TABLES, *flat.FLAT, *options}
-            hint = ELSEWHERE.get(key) or nearest_hint(key, known)
-            problem = f"the top level has an unknown key {key!r}; {hint}"
-            raise TomlError(f"{config.place(key)} {problem}")
-    inference = config.read_table(("inference",), InferenceTable)
-    trainer = config.read_table(("trainer",), TrainerTable)
-    config.inference_gpus, config.trainer_gpus = inference.gpus, trainer.gpus
-    config.inference_args, config.trainer_args = inference.args, trainer.args
-    config.trainer_class_name = trainer.class_
-    config.inference_replicas = inference.replicas or 1
-    config.has_replicas = inference.replicas is not None
-    config.cluster = config.read_table(("cluster",), ClusterTable)
-    at = (*flat.ARGS, "vllm_servers")
-    if config.trainer_args.get("vllm_servers"):
-        idle = "[inference]" if "inference" in config.tree else ""
-        idle = idle or "[cluster] inference_nodes" * bool(config.cluster.inference_nodes)
-        if idle:
-            raise config.error(at, f"they run already, so {idle} has no effect; remove one of both")
-        config.inference_gpus = 0
-    config.refuse_flags(("inference",), _OF_SERVER)
-    config.env_files = config.read_paths("env_file", Path.is_file, "file")
-    config.import_from = config.read_paths("import_from", Path.is_dir, "folder")
-    config.model = config.find_model(("model",), checks_model)
-    config.teachers = read_teachers(config)
-    if config.NEEDS_ENV:
-        _read_envs(config)
-    check_use(config, checks_model)
-    config.check_own()
+    while True:
+        try:
+            return make(find(layers.tree, at))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            below = first.get("ctx", {}).get("key", ())
+            key = layers.key_at((*at, *first["loc"], *below))
+            if first["type"] == "has":
+                top = "" if key[1:] else "the top level "
+                raise TomlError(f"{layers.place(*key)} {top}{first['msg']}") from error
+            if not layers.take_as_written(key):
+                raise layers.error(key, problem_of(error, first["loc"])) from error
 
 
-def _read_envs(config: RunConfig) -> None:
-    """Fill in the environments of [env] or the [[env]]s."""
-    found = config.tree.get("env", {})
-    if not isinstance(found, dict) and not is_tables(found):
-        raise config.error(("env",), "must be one [env] or several [[env]]")
-    for number in range(len(found) if is_tables(found) else 1):
-        at = config.path_of_env(number)
-        table = _read_env(config, at)
-        config.envs.append(table)
-        for other in config.envs[:-1]:
-            are_apart = {table.only, other.only} == {"train", "eval"}
-            if table.name == other.name and not are_apart:
-                raise TomlError(
-                    f"{config.place(*at, 'name')}: two [[env]] are named {table.name!r}; give one "
-                    "another name"
-                )
-    config.is_mix = is_tables(found) or not {*_BESIDE_V1[1:]}.isdisjoint(found)
-
-
-def _read_env(config: RunConfig, at: Key) -> EnvTable:
-    given = config.table(*at)
-    # The other keys of a taskset's environment are checked by verifiers.
-    of_v1 = {k: v for k, v in given.items() if k not in _BESIDE_V1} if "taskset" in given else None
-    env = config.read_table(at, EnvTable, elsewhere=of_v1 or ())
-    if of_v1 is not None:
-        taskset = of_v1["taskset"]
-        if not isinstance(taskset, dict) or not isinstance(taskset.get("id"), str):
-            raise config.error((*at, "taskset"), "must be a table with an id")
-        env.id, env.v1 = taskset["id"], of_v1
-        env.__post_init__()
-    if not env.id:
-        raise TomlError(f"{config.place(*at, 'id')}: id is missing; set it to a string")
-    if os.sep in env.python:  # else it is looked for as a shell does
-        # Not resolved: an interpreter knows its packages by the link that it is started by.
-        given["python"] = env.python = str(config.beside(env.python, *at, "python"))
-    return env
-
-
-def check_trainer_args(config: RunConfig) -> None:
+def check_trainer_args(config: TrainConfig) -> None:
     """Give values of the command line the types of their options. Imports transformers.
 
     Raises:
@@ -657,14 +630,14 @@ def check_trainer_args(config: RunConfig) -> None:
     """
     from verifiers_rl.config import unknown_option_hint
 
-    kind = config.config_class()
-    for name in config.trainer_args:
-        place = config.place(*flat.ARGS, name)
+    kind, args = config.config_class(), config.trainer.args
+    for name in args:
+        origin = config.layers.origin((*flat.ARGS, name))
         if name not in checkers(kind):
             hint = unknown_option_hint(name, kind)
-            raise TomlError(f"{place} has an unknown key {name!r}; {hint}")
-        if find(config.tree, (*flat.ARGS, name)) is not MISSING:  # else the program has set it
-            config.trainer_args[name] = config.typed((*flat.ARGS, name), checkers(kind)[name])
+            raise TomlError(f"{origin.place} has an unknown key {name!r}; {hint}")
+        if origin.text is not None:
+            args[name] = of_type(origin.text, args[name], checkers(kind)[name])
 
 
 def make_importable(folders: Iterable[Path]) -> None:
@@ -675,22 +648,6 @@ def make_importable(folders: Iterable[Path]) -> None:
     importlib.invalidate_caches()
 
 
-def server_flags(args: dict[str, Any]) -> list[str]:
-    """Keys and values of [inference.args] as command line flags:
-    true is --key, false is --no-key.
-    """
-    flags: list[str] = []
-    for key, value in args.items():
-        name = key.replace("_", "-")
-        if isinstance(value, bool):
-            flags.append(f"--{name}" if value else f"--no-{name}")
-            continue
-        values = value if isinstance(value, list) else [value]
-        texts = [json.dumps(one) if isinstance(one, dict) else str(one) for one in values]
-        flags += [f"--{name}", *texts]
-    return flags
-
-
 # --- The command line -----------------------------------------------------------------------------
 
 PARSER: dict[str, Any] = {"allow_abbrev": False, "prefix_chars": "-@"}  # how parsers are made
@@ -699,9 +656,7 @@ PARSER: dict[str, Any] = {"allow_abbrev": False, "prefix_chars": "-@"}  # how pa
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Add `--dry-run`, and what to do with a run that the output_dir holds already."""
     parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="only print the resolved configuration, and write it into the run's folder",
+        "--dry-run", action="store_true", help="only print the resolved configuration"
     )
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
@@ -719,8 +674,8 @@ def parse_command_line(
     parser: argparse.ArgumentParser,
     argv: list[str],
     checks_model: bool = True,
-    kind: type[RunConfig] = RunConfig,
-) -> tuple[argparse.Namespace, RunConfig]:
+    kind: type[TrainConfig] = RunConfig,
+) -> tuple[argparse.Namespace, Any]:
     """Return the program's own options, and the configuration of the files and the other keys.
 
     Args:
@@ -744,5 +699,5 @@ def parse_command_line(
     checks_model = checks_model and not getattr(options, "dry_run", False)
     config = load_run_config(options.files, overrides_of(rest), checks_model, own, kind)
     if options.overwrite:
-        config.trainer_args["overwrite_output_dir"] = True
+        config.trainer.args["overwrite_output_dir"] = True
     return options, config

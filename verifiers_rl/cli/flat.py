@@ -17,7 +17,6 @@ from verifiers_rl.cli.layers import (
     is_tables,
     leaves,
     nearest_hint,
-    place_of,
     read_word,
 )
 
@@ -119,8 +118,7 @@ def settings_of(data: Data, source: str) -> list[Setting]:
             continue
         is_on = table.pop("enabled", True) if name in _NEUTRAL else True
         if not isinstance(is_on, bool):
-            place = place_of(source, (name, "enabled"))
-            raise TomlError(f"{place} enabled={is_on!r}: must be true or false")
+            raise TomlError(f"{source}: [{name}] enabled={is_on!r}: must be true or false")
         defaults = _DEFAULTS.get(name, {}) if name == "eval" or not table else {}
         for origin, options in ((source, _IMPLIED.get(name, {})), ("", defaults)):
             for option, value in options.items():
@@ -133,7 +131,7 @@ def settings_of(data: Data, source: str) -> list[Setting]:
             one = _moved(Setting(key, value, source, key))
             if (before := moved.setdefault(one.key, one)).value != value:
                 raise TomlError(
-                    f"{place_of(source, key)} {key[-1]}={value!r}: "
+                    f"{one.place} {key[-1]}={value!r}: "
                     f"{'.'.join(before.written)}={before.value!r} sets the same; remove one of "
                     "the two"
                 )
@@ -148,8 +146,7 @@ def _moved(one: Setting) -> Setting:
     start, key = ".".join([*one.key[:-1], ""]), one.key[-1]
     names = (name for name in (*MOVED, *MEANINGS) if name.startswith(start))
     known = {name.removeprefix(start).split(".")[0] for name in names}
-    place = place_of(one.source, one.key)
-    raise TomlError(f"{place} has an unknown key {key!r}; {nearest_hint(key, known)}")
+    raise TomlError(f"{one.place} has an unknown key {key!r}; {nearest_hint(key, known)}")
 
 
 def _join_evaluated(rest: Data, table: Data, source: str) -> None:
@@ -161,8 +158,7 @@ def _join_evaluated(rest: Data, table: Data, source: str) -> None:
     """
     evaluated, trained = table.pop("env"), rest.get("env")
     if not is_tables(evaluated) or not (isinstance(trained, dict) or is_tables(trained)):
-        place = place_of(source, ("eval", "env"))
-        raise TomlError(f"{place} env: write [[eval.env]]s into the file with the [[env]]s")
+        raise TomlError(f"{source}: [eval] env: write [[eval.env]]s beside the [[env]]s of a file")
     limit = table.get("num_examples", EVAL_EXAMPLES)
     for env in evaluated:
         env |= {"only": "eval", "eval_examples": env.pop("num_examples", limit)}

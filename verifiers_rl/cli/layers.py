@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from dotenv.parser import parse_stream
 
 from verifiers_rl.did_you_mean import did_you_mean
 
@@ -50,6 +53,11 @@ class Setting:
     written: Key
     text: str | None = None
 
+    @property
+    def place(self) -> str:
+        """Where it is from, for an error about it: the source and the table."""
+        return f"{self.source}: {table_name(self.written[:-1])}".removesuffix(" ")
+
 
 def table_name(parts: Sequence[str]) -> str:
     """Return a table's name as in a TOML: "[trainer.args]", "[[env]] 2: [env.args]"."""
@@ -60,11 +68,6 @@ def table_name(parts: Sequence[str]) -> str:
     name = f"[[{array}]] {int(parts[item]) + 1}"
     inside = parts[item + 1 :]
     return f"{name}: [{'.'.join([array, *inside])}]" if inside else name
-
-
-def place_of(source: str, key: Key) -> str:
-    """Return where a key is: the source and the table."""
-    return f"{source}: {table_name(key[:-1])}" if key[1:] else f"{source}:"
 
 
 def nearest_hint(key: str, known: Iterable[str], advice: str = "") -> str:
@@ -85,26 +88,35 @@ def read_file(path: Path) -> Data:
     """
     try:
         # Some editors begin with a mark.
-        return _with_spelled_flags(tomllib.loads(path.read_text("utf-8-sig")))
+        return tomllib.loads(path.read_text("utf-8-sig"))
     except OSError as error:
         raise TomlError(f"{path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise TomlError(f"{path}: {error}") from error
 
 
-def _with_spelled_flags(data: Data) -> Data:
-    """Give flags of servers one spelling, so that a later layer replaces them."""
-    teachers: Any = data.get("teacher")
-    for table in (data.get("inference"), *(teachers if is_tables(teachers) else ())):
-        if isinstance(table, dict) and "args" in table:
-            table["args"] = _spelled(table["args"])
-    return data
+def read_env_files(files: Iterable[Path]) -> dict[str, str]:
+    """Return the variables of files with lines of NAME=VALUE, which are secrets of environments; a
+    later file wins. No value is printed.
 
-
-def _spelled(flags: Any) -> Any:
-    if not isinstance(flags, dict):
-        return flags
-    return {name.lstrip("-").replace("-", "_"): value for name, value in flags.items()}
+    Raises:
+        TomlError: a file cannot be read, or a line is not NAME=VALUE. The line itself is not shown.
+    """
+    variables: dict[str, str] = {}
+    for path in files:
+        where = f"env_file={str(path)!r}"
+        try:
+            with path.open(encoding="utf-8-sig") as lines:
+                found = list(parse_stream(lines))
+        except (OSError, UnicodeDecodeError) as error:
+            raise TomlError(f"{where}: {getattr(error, 'strerror', error)}; correct it") from error
+        for one in found:
+            if one.error or (one.key is not None and one.value is None):
+                line = one.original.line + one.original.string.rstrip().count("\n")
+                raise TomlError(f"{where}, line {line}: must be NAME=VALUE, or begin with #")
+            if one.key is not None:
+                variables[one.key] = one.value or ""
+    return variables
 
 
 def overrides_of(words: Sequence[str]) -> list[tuple[str, str]]:
@@ -166,9 +178,7 @@ def read_word(key: str, text: str) -> tuple[Key, Any]:
         raise TomlError(f"{COMMAND_LINE}: --{key}={text}: a key is of the form a.b.c")
     # Not where a word is the environment's or the server's own.
     is_none = text.lower() == "none" and parts[0] not in ("env", "inference")
-    value = None if is_none else parse_value(text)
-    are_flags = parts[0] in ("inference", "teacher") and parts[-1] == "args"
-    return parts, _spelled(value) if are_flags else value
+    return parts, None if is_none else parse_value(text)
 
 
 # --- Composing ------------------------------------------------------------------------------------
@@ -234,3 +244,79 @@ def leaves(data: Data, at: Key = ()) -> Iterator[tuple[Key, Any]]:
             yield from leaves(inner, (*at, name))
         else:
             yield (*at, name), inner
+
+
+@dataclass
+class Layers:
+    """The layers of one configuration.
+
+    Attributes:
+        files: absolute paths; a later one wins.
+        words: the words of a command that give the same configuration.
+        settings: what all layers set, in their order.
+        tree: all keys, in our layout.
+    """
+
+    files: list[Path]
+    words: list[str]
+    settings: list[Setting]
+    tree: Data = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tree = compose(self.settings)
+
+    def origin(self, key: Key) -> Setting:
+        """Return the newest setting of this key. Of a table, its source; where no layer has the
+        key, all files.
+        """
+        for one in reversed(self.settings):
+            below = key[len(one.key) :]
+            if one.source and one.key[: len(key)] == key[: len(one.key)]:
+                if one.key == key:
+                    return one
+                if find(one.value, below) is not MISSING:
+                    return Setting(key, None, one.source, key)
+        return Setting(key, None, ", ".join(map(str, self.files)), key)
+
+    def beside(self, name: str, key: Key) -> Path:
+        """Return the absolute path that the value of a key names: relative to the file that has the
+        key, or to where the command is given.
+        """
+        source = Path(self.origin(key).source)
+        folder = source.parent if source in self.files else Path.cwd()
+        return Path(os.path.normpath(folder / Path(name).expanduser()))
+
+    def place(self, *key: str) -> str:
+        """Where the value of a key is from, for an error about it: the source and the table."""
+        return self.origin(key).place
+
+    def error(self, key: Key, problem: str) -> TomlError:
+        """Return the error about this key: "FILE: [table] key=value: problem"."""
+        origin, value = self.origin(key), find(self.tree, key)
+        if isinstance(value, dict):
+            return TomlError(f"{origin.source}: {table_name(key)}: {problem}")
+        if value is MISSING:
+            return TomlError(f"{origin.place} {key[-1]} {problem}")
+        colon = ":" * origin.place[-1].isdigit()  # behind "[[env]] 2"
+        return TomlError(f"{origin.place}{colon} {origin.written[-1]}={value!r}: {problem}")
+
+    def key_at(self, location: Iterable[object]) -> Key:
+        """Return the key of this place in the tree, as pydantic names places. What is below a value
+        that is no table has the key of that value, and [env] is the first one of a list.
+        """
+        key: Key = ()
+        for part in map(str, location):
+            here = find(self.tree, key)
+            is_inside = isinstance(here, dict) or here is MISSING
+            key += (part,) * (is_tables(here) if part.isdigit() else is_inside)
+        return key
+
+    def take_as_written(self, key: Key) -> bool:
+        """Take a value of the command line as text. Return False if it is not of there, or was
+        taken so before.
+        """
+        text = self.origin(key).text
+        if text is None or find(self.tree, key) == text:
+            return False
+        _put(self.tree, Setting(key, text, COMMAND_LINE, key))
+        return True

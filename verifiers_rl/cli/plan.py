@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -11,20 +10,18 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from verifiers_rl.cli.config import (
-    RunConfig,
-    TomlError,
-    check_trainer_args,
-    folder_words,
-    server_flags,
-)
+from verifiers_rl.cli.config import RunConfig, TomlError, TrainConfig, check_trainer_args
 from verifiers_rl.cli.ending import SAVE_GRACE_S
 from verifiers_rl.cli.errors import folder_error
-from verifiers_rl.cli.teachers import SERVERS_VARIABLE, started_servers
 from verifiers_rl.report.run_folder import RunFolderError, prepare_run_folder
 from verifiers_rl.report.trackers import tracker_error
 
 Address = tuple[str, int]  # host and port
+# JSON: where the servers are that vf-rl has started, by the names of their plans.
+SERVERS_VARIABLE = "VERIFIERS_RL_SERVERS"
+# Of torch's launchers; vf-rl takes them for itself where several machines run it.
+MACHINE_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
+MAX_RESTARTS = 5  # in a row, without being ready in between
 LOCAL_HOST = "127.0.0.1"  # where teachers are: the trainer's rank 0, which asks them, is here
 # A server has a worker for each of the product of these, on a GPU of its own.
 PARALLEL_SIZES = (
@@ -52,6 +49,7 @@ class ServerPlan:
         host, port: where it listens, on this machine. Port 0: a free one.
         env: variables of its own.
         is_needed: the run ends when it has died too often; it gets no weights.
+        max_restarts: so often it is started again, without being ready in between.
     """
 
     name: str
@@ -64,11 +62,28 @@ class ServerPlan:
     port: int = 0
     env: dict[str, str] = field(default_factory=dict)
     is_needed: bool = False
+    max_restarts: int = MAX_RESTARTS
 
     def command(self, host: str, port: int) -> list[str]:
         """Return what follows `python`."""
         flags = server_flags({**self.args, "host": host, "port": port})
         return ["-m", "verifiers_rl.inference.server", "--model", self.model, *flags]
+
+
+def server_flags(args: dict[str, Any]) -> list[str]:
+    """Keys and values of [inference.args] as command line flags:
+    true is --key, false is --no-key.
+    """
+    flags: list[str] = []
+    for key, value in args.items():
+        name = key.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no-{name}")
+            continue
+        values = value if isinstance(value, list) else [value]
+        texts = [json.dumps(one) if isinstance(one, dict) else str(one) for one in values]
+        flags += [f"--{name}", *texts]
+    return flags
 
 
 def plan_servers(config: RunConfig) -> list[ServerPlan]:
@@ -79,29 +94,26 @@ def plan_servers(config: RunConfig) -> list[ServerPlan]:
         TomlError: a server's flags do not divide its GPUs.
     """
     # Each has a place of its own on a cluster, so that Ray can spread them.
-    count = config.inference_replicas * (config.cluster.inference_nodes or 1)
-    plans = []
-    if not config.trainer_args.get("vllm_servers"):
+    count = (config.inference.replicas or 1) * (config.cluster.inference_nodes or 1)
+    plans, gpus = list[ServerPlan](), config.inference.gpus
+    if not config.trainer.args.get("vllm_servers"):
         env = {}
-        if config.option("deterministic") and config.inference_gpus:
+        if config.option("deterministic") and gpus:
             env = {"VLLM_BATCH_INVARIANT": os.environ.get("VLLM_BATCH_INVARIANT", "1")}
         host, first = config.option("vllm_server_host"), config.option("vllm_server_port")
-        for number, port in enumerate(range(first, first + count)):
+        for number in range(count):
             name, what = "inference", "the server"
             if count > 1:
                 name, what = f"inference-{number}", f"server {number}"
-            args, gpus = policy_flags(config), config.inference_gpus
-            plans.append(
-                ServerPlan(name, what, ("inference",), config.model, args, gpus, host, port, env)
-            )
-    for table in config.teachers:
-        if table.is_started:
+            at, args, port = ("inference",), policy_flags(config), first + number
+            plans.append(ServerPlan(name, what, at, config.model, args, gpus, host, port, env))
+    for number, table in enumerate(config.teachers):
+        if not table.base_url:
             # The longest sample, and one token that vLLM always generates.
             args = {"max_model_len": config.option("max_seq_len") + 1, **table.args}
             name, what = f"teacher-{table.name}", f"teacher {table.name!r}"
-            plans.append(
-                ServerPlan(name, what, table.at, table.model, args, table.gpus or 0, is_needed=True)
-            )
+            at = ("teacher", str(number))
+            plans.append(ServerPlan(name, what, at, table.model, args, table.gpus, is_needed=True))
     for plan in plans:
         use_all_gpus(config, plan)
     return plans
@@ -111,7 +123,7 @@ def policy_flags(config: RunConfig) -> dict[str, Any]:
     """Return the flags of the policy's servers: the TOML's and, where it does not set them, those
     that follow from the trainer's options.
     """
-    args, option = dict(config.inference_args), config.option
+    args, option = dict(config.inference.args), config.option
     args.setdefault("max_model_len", option("max_seq_len"))
     lora_sync = option("lora_sync")
     if lora_sync == "auto" and args.get("dtype") == "float32":
@@ -123,7 +135,7 @@ def policy_flags(config: RunConfig) -> dict[str, Any]:
         args.setdefault("max_lora_rank", next(sizes, rank))
     if option("router_replay"):
         args.setdefault("enable_return_routed_experts", True)
-    if option("deterministic") and not config.inference_gpus:
+    if option("deterministic") and not config.inference.gpus:
         args.setdefault("enable_chunked_prefill", False)  # see `WeightRoutes.status`
     return args
 
@@ -140,8 +152,9 @@ def use_all_gpus(config: RunConfig, plan: ServerPlan) -> None:
     # On a CPU each worker is only a process.
     if not product or (plan.gpus and not fits):
         shown = " * ".join(f"{name}={size!r}" for name, size in sizes.items())
+        place = config.layers.place(*plan.at, "args", next(iter(sizes)))
         raise TomlError(
-            f"{config.place(*plan.at, 'args', next(iter(sizes)))} {shown}: must be whole numbers "
+            f"{place} {shown}: must be whole numbers "
             f"from 1 on, and their product must {'be' if is_set else 'divide'} "
             f"{'.'.join(plan.at)}.gpus={plan.gpus}; change one of them"
         )
@@ -152,7 +165,7 @@ def use_all_gpus(config: RunConfig, plan: ServerPlan) -> None:
 # --- GPUs -----------------------------------------------------------------------------------------
 
 
-def assign_gpus(config: RunConfig, plans: Sequence[ServerPlan]) -> dict[str, str]:
+def assign_gpus(config: TrainConfig, plans: Sequence[ServerPlan]) -> dict[str, str]:
     """Return CUDA_VISIBLE_DEVICES of each server and of the "trainer"; "" means CPU.
 
     Raises:
@@ -161,21 +174,22 @@ def assign_gpus(config: RunConfig, plans: Sequence[ServerPlan]) -> dict[str, str
     """
     on_cpu = next((plan for plan in plans if not plan.gpus), None)
     if on_cpu is not None and (build := gpu_build_of_vllm()):
-        raise TomlError(
-            f"{config.source(*on_cpu.at)}: {'.'.join(on_cpu.at)}.gpus=0, and {build} needs a GPU; "
-            "set it to 1 or more, or install vLLM's CPU build: `make CPU=1 install` in a clone"
+        raise config.layers.error(
+            on_cpu.at,
+            f"{'.'.join(on_cpu.at)}.gpus=0, and {build} needs a GPU; set it to 1 or more, or "
+            "install vLLM's CPU build: `make CPU=1 install` in a clone",
         )
     counts = {plan.name: plan.gpus for plan in plans if not plan.is_needed}
-    counts["trainer"] = config.trainer_gpus
+    counts["trainer"] = config.trainer.gpus
     counts |= {plan.name: plan.gpus for plan in plans if plan.is_needed}
     wanted = sum(counts.values())
     ids = visible_gpus() if wanted else []
     if wanted > len(ids):
         shown = ", ".join(f"{name} {count}" for name, count in counts.items())
+        source = config.layers.origin(("inference",)).source
         raise TomlError(
-            f"{config.source('inference')}: {wanted} GPUs are asked for ({shown}), {len(ids)} are "
-            "visible; lower gpus of [inference], [trainer] or [[teacher]], or set all to 0 to run "
-            "on the CPU"
+            f"{source}: {wanted} GPUs are asked for ({shown}), {len(ids)} are visible; lower gpus "
+            "of [inference], [trainer] or [[teacher]], or set all to 0 to run on the CPU"
         )
     rest = iter(ids)
     return {name: ",".join(next(rest) for _ in range(n)) for name, n in counts.items()}
@@ -204,10 +218,11 @@ def split_gpus(config: RunConfig) -> None:
     number open: replicas do not wait for each other, and the GPUs of one replica do, several times
     in each layer. Says so in one line.
     """
-    total, each = config.inference_gpus, num_workers(config.inference_args)
-    if config.has_replicas or each < 1 or total <= each or total % each:
+    table = config.inference
+    total, each = table.gpus, num_workers(table.args)
+    if table.replicas is not None or each < 1 or total <= each or total % each:
         return
-    config.inference_replicas, config.inference_gpus = total // each, each
+    table.replicas, table.gpus = total // each, each
     print(
         f"vf-rl: {total} GPUs for inference: {total // each} replicas of {each}. For a model that "
         "needs more, set tensor_parallel_size in [inference.args]",
@@ -224,37 +239,29 @@ def num_workers(args: dict[str, Any]) -> int:
 # --- The trainer ----------------------------------------------------------------------------------
 
 
-def check_trainer_options(config: RunConfig) -> Any:
+def check_trainer_options(config: TrainConfig) -> Any:
     """Build the RLConfig once, so that a wrong option is an error here and not after the server's
     start. The result says nothing about devices.
     """
     check_trainer_args(config)
     for name in ("fsdp", "deepspeed"):
-        value = config.trainer_args.get(name)
-        if value and config.trainer_gpus * (config.cluster.trainer_nodes or 1) < 2:
+        value = config.trainer.args.get(name)
+        if value and config.num_gpus_of_trainer < 2:
             raise config.of_option(
                 f"{name}={value!r}: spreads the trainer over GPUs; "
-                f"trainer.gpus={config.trainer_gpus} must be at least 2"
+                f"trainer.gpus={config.trainer.gpus} must be at least 2"
             )
     # On the CPU: this process must not touch a GPU.
     return config.make_args(use_cpu=True, bf16=False)
 
 
-def check_run(config: RunConfig, resume: bool) -> Any:
-    """Return what `check_trainer_options` does, for a run that begins on this machine.
+def check_start(config: TrainConfig, args: Any, resume: bool) -> None:
+    """Look at what a run with these options writes to.
 
     Raises:
-        TomlError, RunFolderError: the run cannot begin.
+        RunFolderError: the run cannot begin in its output_dir, or cannot write there.
+        TomlError: a tracker cannot be used.
     """
-    args = check_trainer_options(config)
-    check_folder(args, resume)
-    if problem := tracker_error(args.report_to):
-        raise config.of_option(problem)
-    return args
-
-
-def check_folder(args: Any, resume: bool) -> None:
-    """Raise RunFolderError if the run cannot begin in its output_dir, or cannot write there."""
     prepare_run_folder(
         args.output_dir,
         resume=resume or args.resume_from_checkpoint,
@@ -263,6 +270,8 @@ def check_folder(args: Any, resume: bool) -> None:
     )
     if problem := folder_error(args.output_dir):
         raise RunFolderError(problem)
+    if problem := tracker_error(args.report_to):
+        raise config.of_option(problem)
 
 
 def trainer_env(addresses: dict[str, Address]) -> dict[str, str]:
@@ -281,14 +290,17 @@ def launcher_env() -> dict[str, str]:
     return {name: os.environ.get(name, str(round(SAVE_GRACE_S)))}
 
 
-def options_of_servers(config: RunConfig) -> dict[str, Any]:
-    """Return the trainer's options for servers that `vf-rl` has started where it would not look."""
+def started_servers() -> dict[str, str]:
+    """Return host:port of each server that `vf-rl` has started for this process."""
+    return dict(json.loads(os.environ.get(SERVERS_VARIABLE, "{}")))
+
+
+def options_of_servers() -> dict[str, Any]:
+    """Return the trainer's options for servers that `vf-rl` has started."""
     started = [at for name, at in started_servers().items() if name.startswith("inference")]
-    known = config.option("vllm_server_host"), config.option("vllm_server_port")
-    if started in ([], [host_and_port(*known)]):
-        return {}
     # In place of these two, which keep their defaults.
-    return {"vllm_servers": started, "vllm_server_host": LOCAL_HOST, "vllm_server_port": 8000}
+    known = {"vllm_server_host": LOCAL_HOST, "vllm_server_port": 8000}
+    return {"vllm_servers": started, **known} if started else {}
 
 
 def host_and_port(host: str, port: int) -> str:
@@ -296,8 +308,8 @@ def host_and_port(host: str, port: int) -> str:
 
 
 def trainer_command(
-    config: RunConfig,
-    options: argparse.Namespace,
+    config: TrainConfig,
+    words: Sequence[str],
     number: int = 0,
     num_machines: int = 1,
     master: Address = ("127.0.0.1", 0),
@@ -305,12 +317,13 @@ def trainer_command(
     """Return the command of the trainer's ranks on one of its machines.
 
     Args:
+        words: of the configuration, and options of the command line.
         number: of the machine.
         master: where the ranks of all machines meet. Port 0: a free one, on one machine.
     """
-    words = ["-m", config.MODULE, *config.words, *folder_words(options)]
-    if num_machines == 1 and config.trainer_gpus < 2:
-        return words
-    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={max(config.trainer_gpus, 1)}"]
+    command, gpus = ["-m", config.MODULE, *words], config.trainer.gpus
+    if num_machines == 1 and gpus < 2:
+        return command
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={max(gpus, 1)}"]
     launcher += [f"--nnodes={num_machines}", f"--node-rank={number}"]
-    return [*launcher, f"--master-addr={master[0]}", f"--master-port={master[1]}", *words]
+    return [*launcher, f"--master-addr={master[0]}", f"--master-port={master[1]}", *command]

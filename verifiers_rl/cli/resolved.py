@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import copy
 import os
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
-from verifiers_rl.cli.config import RunConfig, TomlError
+from verifiers_rl.cli.config import TrainConfig
 from verifiers_rl.cli.layers import COMMAND_LINE
 from verifiers_rl.process.secret_names import is_secret_key
-from verifiers_rl.report.run_folder import holds_a_run
 
 RESOLVED = "resolved.toml"  # in the run's folder
 # Flags and options that may be a path, which is relative to where vf-rl was started.
@@ -20,23 +18,18 @@ PATHS = (
     *("deepspeed", "fsdp_config", "accelerator_config", "resume_from_checkpoint"),
     *("chat_template", "tokenizer", "hf_config_path", "generation_config"),
 )
-MAX_CODE_MB = 100  # of the folders that travel to the machines
 LEFT_OUT = "Left out, because its name or its form is that of a secret: "
-_LEFT_BEHIND = shutil.ignore_patterns(
-    *(".*", "__pycache__", "outputs", "checkpoint-*", "wandb", "node_modules"),
-    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.log", "*.env"),
-)
 
 
-def resolved(config: RunConfig, output_dir: str) -> tuple[dict[str, Any], list[str]]:
+def resolved(config: TrainConfig, output_dir: str) -> tuple[dict[str, Any], list[str]]:
     """Return the data of this configuration's TOML, and the keys of secrets, which it lacks.
 
     Args:
         output_dir: folder of the run.
     """
-    data = copy.deepcopy(config.tree)
+    data = copy.deepcopy(config.layers.tree)
     data["import_from"] = list(map(str, config.folders))
-    args = {**config.trainer_args, "output_dir": str(Path(output_dir).absolute())}
+    args = {**config.trainer.args, "output_dir": str(Path(output_dir).absolute())}
     args.pop("overwrite_output_dir", None)  # is about one start
     data["trainer"] = {**data.get("trainer", {}), "args": args}
     for table in (data["trainer"], data.get("inference", {}), *data.get("teacher", [])):
@@ -45,13 +38,13 @@ def resolved(config: RunConfig, output_dir: str) -> tuple[dict[str, Any], list[s
     return _without_secrets(data, "", secrets), secrets
 
 
-def resolved_text(config: RunConfig, output_dir: str) -> str:
+def resolved_text(config: TrainConfig, output_dir: str) -> str:
     """Return the TOML of `resolved`, with comments that say what it is."""
     import tomli_w
 
     data, secrets = resolved(config, output_dir)
-    sources = [str(path) for path in config.files]
-    if len(config.words) > 2 * len(sources):
+    sources = list(map(str, config.layers.files))
+    if len(config.layers.words) > 2 * len(sources):
         sources.append(COMMAND_LINE)
     how = f"It runs as it is: {config.PROGRAM} @ {RESOLVED}"
     if secrets:
@@ -82,86 +75,36 @@ def _without_secrets(value: Any, at: str, secrets: list[str]) -> Any:
     return kept
 
 
-def write_resolved(config: RunConfig, output_dir: str) -> Path:
-    """Write the TOML of this configuration into the run's folder, unless it alone was read."""
+def write_resolved(config: TrainConfig, output_dir: str) -> Path:
+    """Write the TOML of this configuration into the run's folder, unless it alone was read. What
+    this process starts then reads it, so that all run the same whatever happens to the files; where
+    secrets are left out in it, they read the files.
+    """
     target = Path(os.path.abspath(Path(output_dir).expanduser())) / RESOLVED
-    if config.words == ["@", str(target)]:
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Other ranks may be reading the file, if it was an input.
-    beside = target.with_name(f".{RESOLVED}.new")
-    beside.write_text(resolved_text(config, output_dir), "utf-8")
-    beside.replace(target)
+    words, text = ["@", str(target)], resolved_text(config, output_dir)
+    if config.layers.words != words:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Other ranks may be reading the file, if it was an input.
+        beside = target.with_name(f".{RESOLVED}.new")
+        beside.write_text(text, "utf-8")
+        beside.replace(target)
+    if LEFT_OUT not in text:
+        config.layers.words = words
     return target
 
 
-def dry_run(config: RunConfig, resume: bool = False) -> int:
-    """Print the resolved configuration, and write it into the run's folder, unless that holds a
-    run already. Its values are checked as far as nothing has to be started or loaded for that.
-    Returns the exit status.
+def dry_run(config: TrainConfig, resume: bool = False) -> int:
+    """Print the resolved configuration. Its values are checked as far as nothing has to be started
+    or loaded for that. Returns the exit status.
 
     Raises:
         TomlError: a value cannot work.
         RunFolderError: the run could not begin in its folder.
     """
-    from verifiers_rl.cli.plan import check_folder, check_trainer_options
+    from verifiers_rl.cli.plan import check_start, check_trainer_options
 
     args = check_trainer_options(config)
-    check_folder(args, resume)
-    print(resolved_text(config, args.output_dir), end="")
-    sys.stdout.flush()
-    if holds_a_run(args.output_dir):
-        where = f"{args.output_dir} holds a run, so this was not written there"
-    else:
-        where = f"this is in {write_resolved(config, args.output_dir)}"
-    print(f"{config.PROGRAM}: {where}; nothing was started", file=sys.stderr)
+    check_start(config, args, resume)
+    print(resolved_text(config, args.output_dir), end="", flush=True)
+    print(f"{config.PROGRAM}: nothing was started", file=sys.stderr)
     return 0
-
-
-def hand_over(config: RunConfig, output_dir: str) -> None:
-    """Write the resolved configuration into the run's folder, and have the processes that this one
-    starts read it, so that all of them run the same whatever happens to the files. Where secrets
-    are left out there, they read the files.
-    """
-    target = write_resolved(config, output_dir)
-    if not resolved(config, output_dir)[1]:
-        config.words = ["@", str(target)]
-
-
-def write_code(config: RunConfig, output_dir: str, folder: Path) -> None:
-    """Write into a folder what travels to the machines: one TOML, and the folders with its modules.
-    Secrets stay here, also the files of `env_file`.
-
-    Raises:
-        TomlError: they are too large.
-    """
-    import tomli_w
-
-    # The run's own TOMLs travel as the resolved one, which has no secrets.
-    own = {path.resolve() for path in (*config.env_files, *config.files)}
-
-    num_bytes = 0
-
-    def stays(parent: str, names: list[str]) -> set[str]:
-        nonlocal num_bytes
-        left = _LEFT_BEHIND(parent, names) | {n for n in names if Path(parent, n).resolve() in own}
-        files = [Path(parent, name) for name in names if name not in left]
-        num_bytes += sum(path.stat().st_size for path in files if path.is_file())
-        if num_bytes > MAX_CODE_MB * 1e6:
-            raise TomlError(
-                f"{parent}: this folder travels to the machines of the Ray cluster, and that is "
-                f"more than {MAX_CODE_MB} MB with those before it; put the TOML and its modules "
-                "into a folder of their own"
-            )
-        return left
-
-    data, secrets = resolved(config, output_dir)
-    for key in secrets:
-        print(f"vf-rl: not sent to the machines of the cluster: {LEFT_OUT}{key}", flush=True)
-    data.pop("cluster", None)
-    data["import_from"] = []
-    for number, source in enumerate(config.folders):
-        target = folder / f"code{number}"
-        shutil.copytree(source, target, ignore=stays, ignore_dangling_symlinks=True)
-        data["import_from"].append(f"./code{number}")
-    (folder / "config.toml").write_text(tomli_w.dumps(data), "utf-8")

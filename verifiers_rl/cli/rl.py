@@ -19,18 +19,27 @@ from pathlib import Path
 
 from verifiers_rl.cli.config import (
     PARSER,
+    ClusterTable,
     RunConfig,
     TomlError,
     add_run_options,
+    folder_words,
     parse_command_line,
 )
 from verifiers_rl.cli.ending import end_with
 from verifiers_rl.cli.errors import fail
-from verifiers_rl.cli.local import LOGS, ThisMachine
-from verifiers_rl.cli.plan import check_run, plan_servers, split_gpus
-from verifiers_rl.cli.resolved import dry_run, hand_over
+from verifiers_rl.cli.leaves import load_leaf
+from verifiers_rl.cli.plan import (
+    MACHINE_VARIABLES,
+    check_start,
+    check_trainer_options,
+    plan_servers,
+    split_gpus,
+    trainer_command,
+)
+from verifiers_rl.cli.resolved import dry_run, write_resolved
 from verifiers_rl.cli.session import run_in_tmux
-from verifiers_rl.cli.supervise import supervise
+from verifiers_rl.cli.supervise import LOGS, ThisMachine, supervise
 from verifiers_rl.cli.view import look_at_runs
 from verifiers_rl.report.run_folder import RunFolderError
 
@@ -47,12 +56,6 @@ USAGE = (
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["view"]:
-        sys.exit(look_at_runs(sys.argv[2:]))
-    if sys.argv[1:2] == ["generate"]:
-        from verifiers_rl.sft.generate import generate
-
-        sys.exit(generate(sys.argv[2:]))
     if parent := os.environ.pop("VERIFIERS_RL_DIE_WITH_PARENT", None):
         end_with({int(parent)})
     try:
@@ -70,6 +73,10 @@ def run() -> int:
     Raises:
         TomlError, RunFolderError: the run cannot begin.
     """
+    if sys.argv[1:2] == ["view"]:
+        return look_at_runs(sys.argv[2:])
+    if sys.argv[1:2] == ["generate"]:
+        return load_leaf("sft.generate", "vf-rl generate").generate(sys.argv[2:])
     parser = argparse.ArgumentParser(prog="vf-rl", usage=USAGE, description=__doc__, **PARSER)
     parser.add_argument("-s", "--session", default="vf-rl", help="name of the tmux session")
     parser.add_argument(
@@ -89,7 +96,7 @@ def run() -> int:
         help="only copy trainer.py and orchestrator.py there, as the start of a fork",
     )
     if any(word.startswith("--eject") for word in sys.argv):
-        from verifiers_rl.cli.eject import eject
+        from verifiers_rl.cli.setup import eject
 
         return eject(Path(parser.parse_args().eject))
     options, config = parse_command_line(parser, sys.argv[1:])
@@ -108,14 +115,10 @@ def run_anywhere(config: RunConfig, options: argparse.Namespace) -> int:
     Raises:
         TomlError, RunFolderError: the run cannot begin.
     """
-    from verifiers_rl.cli.machines import machine_of, run_on_machines
-
-    if machine := machine_of(config):
-        return run_on_machines(config, options, machine)
-    if config.cluster.address:
-        from verifiers_rl.cli.ray_engine import run_on_ray
-
-        return run_on_ray(config, options)
+    if config.cluster != ClusterTable() or any(map(os.environ.get, MACHINE_VARIABLES)):
+        machines = load_leaf("cluster.machines", "a run on several machines")
+        if (status := machines.run_on_machines(config, options)) is not None:
+            return status
     return run_here(config, options)
 
 
@@ -125,15 +128,20 @@ def run_here(config: RunConfig, options: argparse.Namespace) -> int:
     Raises:
         TomlError, RunFolderError: the run cannot begin.
     """
-    args = check_run(config, options.resume)
+    args = check_trainer_options(config)
+    check_start(config, args, options.resume)
     split_gpus(config)
     plans = plan_servers(config)
     folder = Path(args.output_dir).absolute()
-    here = ThisMachine(config, plans, folder / LOGS, options)
+
+    def trainer() -> list[str]:
+        return trainer_command(config, [*config.layers.words, *folder_words(options)])
+
+    here = ThisMachine(config, plans, folder / LOGS, trainer)
     if sys.stdout.isatty() and shutil.which("tmux") and not options.no_tmux:
         here.close()  # the vf-rl in the session has its own
         return run_in_tmux(config, options, folder, plans)
-    hand_over(config, args.output_dir)
+    write_resolved(config, args.output_dir)
     return supervise(config, plans, here)
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from verifiers_rl.cli.config import RunConfig, folder_words
 from verifiers_rl.cli.errors import fail
-from verifiers_rl.cli.local import LOGS
 from verifiers_rl.cli.plan import ServerPlan
+from verifiers_rl.cli.supervise import LOGS
 
 
 def session_name(wanted: str) -> str:
@@ -67,7 +67,7 @@ def run_in_tmux(
 
 
 def command_in_session(config: RunConfig, options: argparse.Namespace) -> list[str]:
-    me = [sys.executable, "-m", "verifiers_rl.cli.rl", *config.words]
+    me = [sys.executable, "-m", "verifiers_rl.cli.rl", *config.layers.words]
     return [*me, "--no-tmux", *folder_words(options)]
 
 

@@ -1,10 +1,16 @@
-"""`vf-setup [DIR] [--example NAME]`: writes a workspace, a folder in which a run can begin.
+"""Files to begin with: a workspace, or a fork of the trainer.
+
+`vf-setup [DIR] [--example NAME]` writes a workspace, a folder in which a run can begin.
 
 The files are those of examples/: a folder of it (without --example its skeleton of an environment
 of one's own), and what all workspaces share. A wheel has examples/ inside the package.
 
 In examples/, commands and paths are for the repository's root. In a workspace they are for the
 workspace, so `examples/NAME/` and `examples/` are removed from the texts.
+
+`vf-rl --eject [DIR]` writes my_trainer.py and my_orchestrator.py, copies of trainer.py and
+orchestrator.py. Both run unchanged, because all of their imports are absolute; the orchestrator of
+the one is the other.
 """
 
 from __future__ import annotations
@@ -22,6 +28,9 @@ EXAMPLES = next(
 )
 SKELETON = "skeleton"
 TEXTS = (".json", ".md", ".py", ".toml", ".yaml")
+COPIES = {"trainer.py": "my_trainer.py", "orchestrator.py": "my_orchestrator.py"}
+IMPORT = "from verifiers_rl.orchestrator import Orchestrator\n"
+OWN_IMPORT = "from my_orchestrator import Orchestrator\n"
 
 
 def main() -> None:
@@ -29,7 +38,7 @@ def main() -> None:
     shown = (f"  {name.replace('_', '-'):17} {about}\n" for name, about in known.items())
     parser = argparse.ArgumentParser(
         prog="vf-setup",
-        description=__doc__.partition("\n")[0],
+        description="Write a workspace, a folder in which a run can begin.",
         epilog=f"examples:\n{''.join(shown)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -87,6 +96,34 @@ def of_workspace(path: Path, name: str) -> bytes:
         return path.read_bytes()
     text = path.read_text().replace(f"examples/{name}/", "").replace("examples/", "")
     return text.replace("](../", "](").encode()
+
+
+# --- A fork ---------------------------------------------------------------------------------------
+
+
+def eject(folder: Path) -> int:
+    """Write both copies into the folder, and say how they are used. Returns the exit status 0, or
+    ends the program if the folder has one of them already, or cannot be written.
+    """
+    if problem := files_error(folder, COPIES.values()):
+        fail(problem)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, copy in COPIES.items():
+        text = (PACKAGE / name).read_text()
+        if name == "trainer.py":
+            assert text.count(IMPORT) == 1
+            text = text.replace(IMPORT, OWN_IMPORT)
+        version = verifiers_rl.__version__
+        head = f"# Copied from verifiers_rl {version}, {name}, by `vf-rl --eject`.\n"
+        (folder / copy).write_text(head + text)
+    print(
+        f"vf-rl: wrote {folder / 'my_trainer.py'}, a copy of trainer.py,\n"
+        f"       and {folder / 'my_orchestrator.py'}, a copy of orchestrator.py that it uses.\n"
+        "Both run as they are. A TOML beside them uses them with these lines:\n\n"
+        '[trainer]\nclass = "my_trainer:RLTrainer"\n\n'
+        "and a script beside them with `from my_trainer import RLTrainer`."
+    )
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,25 +1,122 @@
-"""The loop that keeps the processes of a run, wherever they are, until the trainer ends."""
+"""Keeps the processes of a run until the trainer ends: starts them, here or elsewhere, and starts a
+server again that died.
+"""
 
 from __future__ import annotations
 
 import math
+import os
+import re
+import secrets
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from verifiers_rl.cli.children import POLL_S, STOP_GRACE_S, Child, ChildError, Supervised
+from verifiers_rl.cli.children import POLL_S, STOP_GRACE_S, Child, ChildError, LocalChild
 from verifiers_rl.cli.config import RunConfig, TomlError
 from verifiers_rl.cli.ending import SAVE_GRACE_S
-from verifiers_rl.cli.plan import ServerPlan, host_and_port, trainer_env
+from verifiers_rl.cli.layers import MISSING, find
+from verifiers_rl.cli.plan import Address, ServerPlan, assign_gpus, host_and_port, trainer_env
+from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
+from verifiers_rl.inference.port import (
+    RESERVED_VARIABLE,
+    PortError,
+    reserve_free_port,
+    reserve_port,
+)
 from verifiers_rl.process.interrupts import handle_signals
 
+BACKOFF_S = 1.0  # before the first restart, doubled before each further one
+LOGS = "logs"  # in the run's folder
 
-class Stopped(Exception):
-    """A signal asked us to stop."""
+
+class Supervised:
+    """A server of the run that is started again when it dies.
+
+    Args:
+        plan: of the server.
+        start: starts it.
+        config: of the run.
+
+    Attributes:
+        was_ready: it has worked once.
+        is_given_up: it has died too often.
+    """
+
+    def __init__(
+        self, plan: ServerPlan, start: Callable[[ServerPlan], Child], config: RunConfig
+    ) -> None:
+        self.plan, self._start, self._config = plan, start, config
+        self.is_given_up = self.was_ready = False
+        self._num_deaths = 0
+        self._start_at: float | None = None
+        self.child = start(plan)
+
+    def poll(self) -> None:
+        """Start it again some time after its death.
+
+        Raises:
+            ChildError: it ended before it was ready for the first time, or it is needed and has
+                died too often.
+        """
+        if self.is_given_up:
+            return
+        if self._start_at is not None:
+            if time.monotonic() >= self._start_at:
+                self._start_at, self.child = None, self._start(self.plan)
+            return
+        if self.child.poll() is None:
+            if (self._num_deaths or not self.was_ready) and answers(self.child.address):
+                self.was_ready, self._num_deaths = True, 0
+            return
+        if not self.was_ready:
+            raise self._ended_early()
+        self.child.stop()  # ends vLLM's own children too, if they outlive it
+        self._num_deaths += 1
+        ended = f"{self.plan.what} {self.child.end}"
+        is_needed = self.plan.is_needed
+        if self._num_deaths > self.plan.max_restarts or (is_needed and self.child.is_lost):
+            self.is_given_up = True
+            if is_needed:
+                raise ChildError(f"{ended} and is not started again; see its log")
+            print(f"vf-rl: {ended} and is not started again; see its log", file=sys.stderr)
+            return
+        delay_s = BACKOFF_S * 2.0 ** (self._num_deaths - 1)
+        # A new line: the trainer's progress bar may be in the middle of one.
+        print(f"\nvf-rl: {ended}; starting it again in {delay_s:g} s", flush=True)
+        self._start_at = time.monotonic() + delay_s
+
+    def _ended_early(self) -> ChildError:
+        """Return the error of a first start that failed: about a flag of its table, if its last
+        lines say so. Otherwise prints these lines.
+        """
+        self.child.stop()
+        lines, at = self.child.last_lines(), self.plan.at
+        for text in reversed([line.partition("error: ")[2] for line in lines]):
+            for flag in re.findall(r"--(?:no-)?([\w-]+)", text):
+                name = flag.replace("-", "_")
+                key, layers = (*at, "args", name), self._config.layers
+                if find(layers.tree, key) is not MISSING:
+                    return ChildError(f"{layers.place(*key)} {name}: {text}")
+        print("\n".join(lines), file=sys.stderr)
+        return ChildError(f"{self.plan.what} {self.child.end} before it was ready; see above")
+
+
+def answers(address: Address | None) -> bool:
+    """Return whether the `vf-vllm` there is up."""
+    if address is None:
+        return False
+    try:
+        InferenceClient(*address).status()
+    except InferenceServerError:
+        return False
+    return True
 
 
 class Launcher(Protocol):
@@ -39,6 +136,82 @@ class Launcher(Protocol):
 
     def close(self) -> None:
         """Give back what was reserved."""
+
+
+class ThisMachine:
+    """The `Launcher` of a run on this machine: its processes are children of this one. When it is
+    made, it assigns GPUs, and gives each plan a port that is reserved until `close`.
+
+    Args:
+        plans: of all servers.
+        logs: a folder, in which NAME.log gets the output of the server of this name.
+        trainer: returns what follows `python` in the command of the trainer. Its output is ours.
+
+    Raises:
+        TomlError: a port is taken, or see `assign_gpus`.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        plans: Sequence[ServerPlan],
+        logs: Path,
+        trainer: Callable[[], list[str]],
+    ) -> None:
+        self._logs, self._trainer, self._plans = logs, trainer, plans
+        self.gpus = assign_gpus(config, plans)
+        with ExitStack() as reserved:
+            for plan in plans:
+                try:
+                    if plan.port:
+                        reservation = reserve_port(plan.host, plan.port)
+                    else:
+                        plan.port, reservation = reserve_free_port(plan.host)
+                except PortError as error:
+                    option = "vllm_server_port in [trainer.args]"
+                    raise TomlError(str(error).replace("--port", option)) from error
+                reserved.enter_context(reservation)
+            self._reserved = reserved.pop_all()
+
+    def open(self) -> None:
+        """Draw the token of the run, which all children inherit. Begin empty logs.
+
+        Raises:
+            TomlError: a log cannot be written.
+        """
+        if not self._plans:
+            return
+        os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(32)
+        try:
+            self._logs.mkdir(parents=True, exist_ok=True)
+            for plan in self._plans:
+                self._log(plan).write_bytes(b"")
+        except OSError as error:
+            raise TomlError(
+                f"{self._logs}, for the servers' output: {error.strerror}; choose another "
+                "output_dir"
+            ) from error
+        print(f"vf-rl: the servers' output is in {self._logs}", flush=True)
+
+    def _log(self, plan: ServerPlan) -> Path:
+        return self._logs / f"{plan.name}.log"
+
+    def start_server(self, plan: ServerPlan) -> Child:
+        env = {**plan.env, "CUDA_VISIBLE_DEVICES": self.gpus[plan.name]}
+        env[RESERVED_VARIABLE] = str(plan.port)
+        address = plan.host, plan.port
+        return LocalChild(plan.name, plan.command(*address), env, self._log(plan), address=address)
+
+    def start_trainers(self, env: dict[str, str]) -> Iterator[Child]:
+        env = {**env, "CUDA_VISIBLE_DEVICES": self.gpus["trainer"]}
+        yield LocalChild("trainer", self._trainer(), env)
+
+    def close(self) -> None:
+        self._reserved.close()
+
+
+class Stopped(Exception):
+    """A signal asked us to stop."""
 
 
 def supervise(config: RunConfig, plans: Sequence[ServerPlan], launcher: Launcher) -> int:
@@ -75,7 +248,7 @@ def supervise(config: RunConfig, plans: Sequence[ServerPlan], launcher: Launcher
                 grace_s = STOP_GRACE_S  # without its ranks, the others cannot save
                 raise ChildError(
                     f"{lost.name} {lost.end}. Go on from the last checkpoint: "
-                    f"{shlex.join(['vf-rl', *config.words])} --resume"
+                    f"{shlex.join(['vf-rl', *config.layers.words])} --resume"
                 )
             if not running:
                 return next((status for trainer in trainers if (status := trainer.poll())), 0)
@@ -94,7 +267,7 @@ def supervise(config: RunConfig, plans: Sequence[ServerPlan], launcher: Launcher
         return 1
     except Stopped as stopped:
         print(
-            f"\nvf-rl: {stopped}: ending the trainer, which saves a checkpoint (up to "
+            f"\nvf-rl: {stopped}: ending the run, which saves what it has (up to "
             f"{SAVE_GRACE_S:g} s), and the servers; Ctrl-C ends all at once",
             flush=True,
         )

@@ -15,8 +15,10 @@ from verifiers_rl.cli.config import (
     PARSER,
     RunConfig,
     TomlError,
+    TrainConfig,
     add_run_options,
     check_trainer_args,
+    folder_words,
     make_importable,
     parse_command_line,
 )
@@ -28,7 +30,7 @@ USAGE = "[--dry-run] @ config.toml [@ more.toml] [--KEY VALUE] [--resume | --ove
 ABOUT = "A KEY is one of the TOML's, such as trainer.args.max_steps; it replaces the files' value."
 
 
-def main(name: str = "vf-train", kind: type[RunConfig] = RunConfig) -> None:
+def main(name: str = "vf-train", kind: type[TrainConfig] = RunConfig) -> None:
     """Be a command that trains in this process.
 
     Args:
@@ -55,9 +57,9 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def train(name: str = "vf-train", kind: type[RunConfig] = RunConfig) -> None:
+def train(name: str = "vf-train", kind: type[TrainConfig] = RunConfig) -> None:
     from verifiers_rl.cli.plan import (
-        check_folder,
+        check_start,
         launcher_env,
         options_of_servers,
         trainer_command,
@@ -75,10 +77,11 @@ def train(name: str = "vf-train", kind: type[RunConfig] = RunConfig) -> None:
         config.prepare()
         if options.dry_run:
             sys.exit(dry_run(config, options.resume))
-        if config.trainer_gpus > 1 and "LOCAL_RANK" not in os.environ:
+        if config.trainer.gpus > 1 and "LOCAL_RANK" not in os.environ:
             os.environ.update(launcher_env())
             sys.stdout.flush()
-            os.execv(sys.executable, [sys.executable, *trainer_command(config, options)])
+            words = [*config.layers.words, *folder_words(options)]
+            os.execv(sys.executable, [sys.executable, *trainer_command(config, words)])
     except (TomlError, RunFolderError) as error:
         fail(error, name)
 
@@ -90,12 +93,12 @@ def train(name: str = "vf-train", kind: type[RunConfig] = RunConfig) -> None:
     trainer = None
     try:
         config.trainer_class()  # its errors first
-        device = {"use_cpu": True} if config.trainer_gpus == 0 else {}
-        args = config.make_args(**device, **options_of_servers(config))
+        device = {"use_cpu": True} if config.trainer.gpus == 0 else {}
+        args = config.make_args(**device, **options_of_servers())
         args.complete_loss(None), args.make_advantage()  # code of the TOML, before environments
         # As train() will, but now. On one rank: the others may look when its run has begun.
         if is_first_rank():
-            check_folder(args, options.resume)
+            check_start(config, args, options.resume)
             write_resolved(config, args.output_dir)
         trainer = config.make_trainer(args)
         interrupt_by_signals()  # verifiers' environments put handlers of their own

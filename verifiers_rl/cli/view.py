@@ -7,8 +7,10 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
+from typing import Any
 
 from verifiers_rl.cli.errors import fail
+from verifiers_rl.cli.leaves import load_leaf
 
 
 def look_at_runs(arguments: list[str]) -> int:
@@ -27,14 +29,17 @@ def look_at_runs(arguments: list[str]) -> int:
     either.add_argument("-o", "--output", type=Path, help="*.html: write the page as this file")
     parser.add_argument("--max-mb", type=float, default=2.0, help="its size; default: 2")
     options = parser.parse_args(arguments)
-    return _view(options) if options.output is None else _write(options)
-
-
-def _view(options: argparse.Namespace) -> int:
     # pyarrow's own allocators keep tens of MB that are needed for a moment.
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
-    from verifiers_rl.view.runs import Runs, ViewError
+    view = load_leaf("view.runs", "vf-rl view")
+    try:
+        (_serve if options.output is None else _write)(options, view.Runs(options.runs))
+    except view.ViewError as error:
+        fail(error)
+    return 0
 
+
+def _serve(options: argparse.Namespace, runs: Any) -> None:
     try:
         from verifiers_rl.view import server
     except ImportError as error:
@@ -42,12 +47,9 @@ def _view(options: argparse.Namespace) -> int:
             f"the page needs starlette and uvicorn ({error}): vLLM brings them, or "
             "`uv pip install 'verifiers-rl[view]'`. `vf-rl view RUN -o page.html` needs neither"
         )
+    found = runs.find()
     try:
-        runs = Runs(options.runs)
-        found = runs.find()
         listener = server.listen(options.port)
-    except ViewError as error:
-        fail(error)
     except (OSError, OverflowError) as error:
         fail(f"cannot listen on port {options.port}: {error}; choose another --port, or leave it")
     token = server.new_token()
@@ -60,18 +62,13 @@ def _view(options: argparse.Namespace) -> int:
         print()
     finally:
         listener.close()
-    return 0
 
 
-def _write(options: argparse.Namespace) -> int:
+def _write(options: argparse.Namespace, runs: Any) -> None:
     from verifiers_rl.view.one_file import write_page
-    from verifiers_rl.view.runs import Runs, ViewError
 
     try:
-        lines = write_page(Runs(options.runs), options.output, int(options.max_mb * 1e6))
-    except ViewError as error:
-        fail(error)
+        lines = write_page(runs, options.output, int(options.max_mb * 1e6))
     except OSError as error:
         fail(f"{options.output}: {error.strerror}; choose another -o")
     print("\n".join(lines))
-    return 0

@@ -2,8 +2,7 @@
 
 teacher.py   `Teacher`: a model behind a vLLM server, and the client that asks it
 scoring.py   `Distillation`: a scorer of groups, which `WeightedEnv(scorer=...)` takes
-
-cli/teachers.py reads the [[teacher]]s of a TOML, and the keys of an [[env]] that learns from one.
+tables.py    reads the [[teacher]]s of a TOML, and the keys of an [[env]] that learns from one
 """
 
 from typing import TYPE_CHECKING

@@ -140,6 +140,7 @@ class TeacherClient:
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3),
             headers={"Authorization": f"Bearer {key}"} if key else {},
             trust_env=host not in LOOPBACK,  # a proxy set for the internet is not for this machine
+            timeout=aiohttp.ClientTimeout(total=None),  # `_request` has a deadline of its own
         )
         if self._is_own:
             return
@@ -197,45 +198,44 @@ class TeacherClient:
 
     async def _request(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
         """Send a request until it is answered, up to the deadline. Return the reply."""
-        loop, timeout_s = asyncio.get_running_loop(), self.teacher.timeout_s
-        deadline, pause_s = loop.time() + timeout_s, FIRST_PAUSE_S
-        while True:
-            assert self._session is not None, "call open() first"
-            left_s = max(deadline - loop.time(), 0.001)
-            try:
-                async with self._session.request(
-                    method,
-                    self.teacher.base_url + path,
-                    json=body,
-                    timeout=aiohttp.ClientTimeout(total=left_s),
-                    allow_redirects=False,  # the key is for this server only
-                ) as answer:
-                    status, text = answer.status, await answer.text()
-                problem = f"status {status}: {' '.join(text.split())[:300]}"
-            except (aiohttp.ClientError, TimeoutError) as error:
-                status, problem = 0, str(error) or type(error).__name__
-            if status == 200:
-                self._is_away = False
-                try:
-                    return json.loads(text)
-                except ValueError as error:
-                    raise TeacherError(f"{self._what}: {path}: no JSON: {error}") from error
-            if status and status < 500 and status != 429:
-                raise self._refused(status, problem)
-            if self._is_own and status != 429:
-                raise ServerLostError(f"{self._what} does not answer: {problem}")
-            if not self._is_away:
-                self._is_away = True
-                waits = f"waiting up to {timeout_s:g} s"
-                logger.warning("%s does not answer (%s); %s", self._what, problem, waits)
-            if (left_s := deadline - loop.time()) <= 0:
-                raise TeacherError(
-                    f"{self._what} gave no answer within {timeout_s:g} s (timeout_s); at last: "
-                    f"{problem}. Start it again, correct its base_url, or raise its timeout_s; "
-                    "then resume the run"
-                )
-            await asyncio.sleep(min(pause_s, left_s))  # there is nothing to await
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        assert self._session is not None, "call open() first"
+        url, timeout_s = self.teacher.base_url + path, self.teacher.timeout_s
+        problem, pause_s = "nothing came back", FIRST_PAUSE_S
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    try:
+                        # No redirects: the key is for this server only.
+                        async with self._session.request(
+                            method, url, json=body, allow_redirects=False
+                        ) as answer:
+                            status, text = answer.status, await answer.text()
+                        problem = f"status {status}: {' '.join(text.split())[:300]}"
+                    except aiohttp.ClientError as error:
+                        status, problem = 0, str(error) or type(error).__name__
+                    if status == 200:
+                        self._is_away = False
+                        return json.loads(text)
+                    if status and status < 500 and status != 429:
+                        raise self._refused(status, problem)
+                    if self._is_own and status != 429:
+                        raise ServerLostError(f"{self._what} does not answer: {problem}")
+                    if not self._is_away:
+                        self._is_away = True
+                        waits = f"waiting up to {timeout_s:g} s"
+                        logger.warning("%s does not answer (%s); %s", self._what, problem, waits)
+                    await asyncio.sleep(pause_s)  # there is nothing to await
+                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        except TimeoutError as error:
+            if self._is_own:
+                raise ServerLostError(f"{self._what} does not answer: {problem}") from error
+            raise TeacherError(
+                f"{self._what} gave no answer within {timeout_s:g} s (timeout_s); at last: "
+                f"{problem}. Start it again, correct its base_url, or raise its timeout_s; then "
+                "resume the run"
+            ) from error
+        except ValueError as error:
+            raise TeacherError(f"{self._what}: {path}: no JSON: {error}") from error
 
     def _refused(self, status: int, problem: str) -> InferenceServerError:
         if self._is_own and status == 404:  # one that started anew does not know the adapter

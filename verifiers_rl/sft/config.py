@@ -4,7 +4,7 @@ defaults, without those of rollouts, and with a few of their own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated
 
 from verifiers_rl.advantages import ADVANTAGES, AdvantageFn, of_rewards
@@ -18,7 +18,6 @@ from verifiers_rl.option_rules import (
     must,
     one_of,
 )
-from verifiers_rl.sft.conversations import ROLES
 
 LOSSES: dict[str, LossFn] = {"cross_entropy": cross_entropy}
 _OF_ROLLOUTS = (
@@ -33,14 +32,10 @@ _UNUSED = {
     **dict.fromkeys(_OF_ROLLOUTS, "the data has the replies, so nothing is sampled"),
     **dict.fromkeys(("advantage", "group_filter"), "the data has no rewards"),
     "neftune_noise_alpha": "it is not supported",
-    "mask_env_responses": "loss_on chooses what is in the loss",
+    "mask_env_responses": "only what the assistant says is in the loss",
     "temperature": "logprobs are taken at 1",
     "gradient_masks": "no policy has sampled the tokens, so there are no importance ratios",
 }
-_are_roles = must(
-    f"be a list of roles, each of {', '.join(ROLES)}",
-    lambda value: bool(value) and set(value) <= {*ROLES},
-)
 _is_loss = must("be 'loss', of the held-out rows", lambda name: name in ("loss", "eval_loss"))
 
 
@@ -58,9 +53,6 @@ class SFTConfig(RLConfig):
     INHERITED_RULES = RLConfig.INHERITED_RULES | {"metric_for_best_model": (_is_loss,)}
 
     # --- Supervised finetuning --------------------------------------------------------------------
-    loss_on: Annotated[list[str], _are_roles] = field(default_factory=lambda: ["assistant"])
-    """Roles whose messages are in the loss. A completion beside a prompt, and a text, have no roles
-    and are in the loss whole."""
     num_train_epochs: PositiveNumber = 1.0
     """How often each row is trained on, in another order each time; or set max_steps."""
     max_steps: Annotated[int, must("be >= 1, or -1", lambda steps: steps == -1 or steps > 0)] = -1

@@ -70,13 +70,15 @@ def read_dataset(
     Raises:
         DatasetError: there is no such data, or it has another form.
     """
-    parts = []
+    import datasets
+
+    parts = list[Any]()
     for name in names:
         try:
-            is_local = is_file(name)
-            parts.append(
-                _read_file(name, split or "train") if is_local else _load(name, split, subset)
-            )
+            if is_file(name):
+                parts.append(_read_file(name, split or "train"))
+            else:
+                parts.append(datasets.load_dataset(name, subset, split=split or "test"))
         except (OSError, ValueError) as error:  # pyarrow's and datasets' errors are such, too
             raise DatasetError(
                 f"data {name!r}, split {split!r}: {getattr(error, 'strerror', None) or error}; "
@@ -84,12 +86,6 @@ def read_dataset(
                 "'train' alone, or a part of it, such as 'train[:90%]'"
             ) from error
     return parts[0] if len(parts) == 1 else [row for part in parts for row in part]
-
-
-def _load(name: str, split: str | None, subset: str | None) -> Any:
-    import datasets
-
-    return datasets.load_dataset(name, subset, split=split or "test")
 
 
 def _read_file(name: str, split: str) -> list[Any]:
@@ -124,7 +120,6 @@ class Tokenization:
 
     Args:
         tokenizer: of the model, with a chat template if rows are conversations.
-        loss_on: roles whose messages are in the loss, of `ROLES`.
         max_seq_len: longest sample in tokens; the rest of a longer one is cut off.
         template: variables of the chat template, under those of a row's `chat_template_kwargs`.
     """
@@ -132,12 +127,11 @@ class Tokenization:
     def __init__(
         self,
         tokenizer: Any,
-        loss_on: Sequence[str] = ("assistant",),
         max_seq_len: int = 2048,
         template: Mapping[str, Any] | None = None,
     ) -> None:
-        self._tokenizer, self._loss_on = tokenizer, loss_on
-        self._max_seq_len, self._template = max_seq_len, dict(template or {})
+        self._tokenizer, self._max_seq_len = tokenizer, max_seq_len
+        self._template = dict(template or {})
         added = tokenizer.added_tokens_decoder.items()
         self._special = {*tokenizer.all_special_ids} | {n for n, token in added if token.special}
 
@@ -179,7 +173,7 @@ class Tokenization:
         if not found:
             raise DatasetError(
                 f"data {name}: none of its {len(rows)} rows has a loss token among the first "
-                f"{longest} (max_seq_len): raise max_seq_len, or look at loss_on"
+                f"{longest} (max_seq_len): raise max_seq_len, or look at the rows"
             )
         num["left out, without a loss token in max_seq_len"] = len(rows) - len(found)
         masks = [mask for samples in found for _, mask in samples]
@@ -246,12 +240,11 @@ class Tokenization:
         samples: list[Tokens] = []
         text, ids, spans = "", list[int](), list[tuple[int, int]]()
         for number, message in enumerate(messages):
-            role = message["role"]
-            if number < len(before) or not weights[number] or role not in self._loss_on:
+            is_reply = message["role"] == "assistant"
+            if number < len(before) or not (is_reply and weights[number]):
                 continue
-            is_reply = role == "assistant"
             try:
-                asked = self._render(messages[:number], is_reply, template)
+                asked = self._render(messages[:number], True, template)
                 whole = self._render(messages[: number + 1], False, template)
                 if not whole.startswith(asked):
                     raise DatasetError(_difference(asked, whole))
@@ -261,14 +254,9 @@ class Tokenization:
                 ids = self._longer(ids, text, asked)
                 start, text = len(ids), whole
                 ids = self._longer(ids, asked, whole)
-            except TemplateError as error:
-                raise DatasetError(
-                    f"messages[{number}] (role {role!r}): the chat template refuses the messages "
-                    f"up to it: {error}"
-                ) from error
             except DatasetError as error:
-                raise DatasetError(f"messages[{number}] (role {role!r}): {error}") from error
-            spans.append((start, self._end_of_turn(ids, start) if is_reply else len(ids)))
+                raise DatasetError(f"messages[{number}] (role 'assistant'): {error}") from error
+            spans.append((start, self._end_of_turn(ids, start)))
         return [*samples, _tokens(ids or [0], spans)]
 
     def _render(
@@ -276,9 +264,13 @@ class Tokenization:
     ) -> str:
         if not messages:  # which no template takes
             return ""
-        return self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=is_prompt, **template
-        )
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=is_prompt, **template
+            )
+        except TemplateError as error:
+            problem = f"the chat template refuses the messages up to it: {error}"
+            raise DatasetError(problem) from error
 
     def _longer(self, ids: list[int], text: str, longer: str, special: bool = False) -> list[int]:
         """Return the tokens of `longer`, which begins with `text`. The first ones are `ids`.
@@ -378,6 +370,6 @@ def _difference(before: str, whole: str) -> str:
     return (
         "the chat template does not continue the text before it: where that has "
         f"{before[at : at + 30]!r}, behind {before[max(at - 20, 0) : at]!r}, it has "
-        f"{whole[at : at + 30]!r} with this message; correct the template, leave loss_on out, or "
+        f"{whole[at : at + 30]!r} with this message; correct the template, or "
         "set what differs by chat_template_kwargs"
     )

@@ -2,8 +2,8 @@
 environments as data for `vf-sft`.
 
 The model of the TOML answers: `vf-rl` starts its server, unless `vllm_servers` names one that runs
-already. With --base-url and --served-model, any OpenAI-compatible endpoint does. Each line of the
-file has the messages and the tools of a rollout, its reward, environment and example.
+already. With --endpoint, any OpenAI-compatible one does. Each line of the file has the messages and
+the tools of a rollout, its reward, environment and example.
 """
 
 from __future__ import annotations
@@ -17,23 +17,25 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from verifiers_rl.cli.children import Child, ChildError, Supervised
 from verifiers_rl.cli.config import (
     PARSER,
     ClusterTable,
     RunConfig,
-    TomlError,
     make_importable,
     parse_command_line,
 )
-from verifiers_rl.cli.errors import fail, folder_error
-from verifiers_rl.cli.local import LOGS, ThisMachine
-from verifiers_rl.cli.plan import check_trainer_options, plan_servers, split_gpus
+from verifiers_rl.cli.errors import fail, files_error
+from verifiers_rl.cli.plan import (
+    check_trainer_options,
+    plan_servers,
+    split_gpus,
+    started_servers,
+)
+from verifiers_rl.cli.supervise import LOGS, ThisMachine, supervise
 from verifiers_rl.data import ENDLESS, describe_error
 from verifiers_rl.inference.client import InferenceClient, InferenceServerError, generation_key
 from verifiers_rl.types import Split
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
 
 USAGE = (
     "vf-rl generate @ config.toml [--KEY VALUE] -n ROLLOUTS [--min-reward REWARD] [--examples N]\n"
-    "                       [--split train|eval] [--base-url URL --served-model NAME] -o FILE"
+    "                       [--split train|eval] [--endpoint URL MODEL] -o FILE"
 )
 # The key of our own server, for this process; "none" at an endpoint for which nobody names a key.
 KEY_VARIABLE = "VERIFIERS_RL_GENERATION_KEY"
@@ -76,24 +78,21 @@ class Endpoint(NamedTuple):
         model: its name in requests.
         key_variable: environment variable that has the key.
         is_vllm: it is a `vf-vllm`.
-        server: it, if we have started it.
     """
 
     base_url: str
     model: str
     key_variable: str = KEY_VARIABLE
     is_vllm: bool = False
-    server: Child | None = None
-
-    def check(self) -> None:
-        """Raise ChildError if our own server has ended."""
-        if self.server is not None and self.server.poll() is not None:
-            raise ChildError(f"the server {self.server.end}; rows that were written stay")
 
 
 def generate(argv: list[str]) -> int:
-    """Check everything that can be wrong, then generate. Returns the exit status."""
-    from verifiers_rl.envs.base import InvalidEnvironmentError, WeightedEnv
+    """Check everything that can be wrong, then generate. Returns the exit status.
+
+    Raises:
+        TomlError: the configuration cannot be used.
+    """
+    from verifiers_rl.envs.base import InvalidEnvironmentError
 
     parser = argparse.ArgumentParser(
         prog="vf-rl generate", usage=USAGE, description=__doc__, **PARSER
@@ -104,29 +103,24 @@ def generate(argv: list[str]) -> int:
     )
     parser.add_argument("--examples", type=int, help="so many, the first ones; default: all")
     parser.add_argument("--split", choices=("train", "eval"), default="train")
-    parser.add_argument("--base-url", help="of an endpoint that runs already, with /v1")
-    parser.add_argument("--served-model", help="the model's name there")
-    parser.add_argument("--api-key-var", help="variable with the key of --base-url; default: none")
+    parser.add_argument(
+        "--endpoint", nargs=2, metavar=("URL", "MODEL"), help="that runs already; the URL with /v1"
+    )
+    parser.add_argument("--api-key-var", help="variable with the key of --endpoint; default: none")
     parser.add_argument("-o", "--output", type=Path, required=True, help="a new .jsonl file")
     parser.set_defaults(overwrite=False)
+    options, config = parse_command_line(parser, argv)
     try:
-        options, config = parse_command_line(parser, argv)
         _check(options)
         args = check_trainer_options(config)
+        if options.endpoint is None and not args.vllm_servers and not started_servers():
+            return _generate_with_server(config, options, argv)
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         make_importable(config.folders)
         env = config.load_envs(with_teachers=False)
-        if not config.is_mix:
-            env = [WeightedEnv(env, config.envs[0].name)]
-        with _endpoint(options, config, args) as endpoint:
-            players = make_players(env, args, endpoint, options.split)
-            asyncio.run(_write(options, args.max_concurrent, players, endpoint.check))
-    except (
-        ChildError,
-        GenerationError,
-        InferenceServerError,
-        InvalidEnvironmentError,
-        TomlError,
-    ) as error:
+        players = make_players(env, args, _endpoint(options, args), options.split)
+        asyncio.run(_write(options, args.max_concurrent, players))
+    except (GenerationError, InferenceServerError, InvalidEnvironmentError) as error:
         fail(error, "vf-rl generate")
     except KeyboardInterrupt:
         print("\nvf-rl generate: interrupted; rows that were written stay", file=sys.stderr)
@@ -136,70 +130,50 @@ def generate(argv: list[str]) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """Raise GenerationError for options that cannot work."""
-    output, variable = options.output, options.api_key_var
-    has_url = options.base_url is not None
-    folder_problem = folder_error(str(output.absolute().parent))
-    for holds, problem in (
-        (options.rollouts >= 1, f"--rollouts {options.rollouts}: must be an integer >= 1"),
-        (
-            options.examples is None or options.examples >= 1,
-            f"--examples {options.examples}: must be an integer >= 1",
+    num, output, variable = options.examples, options.output, options.api_key_var
+    no_file = files_error(output.absolute().parent, [output.name])
+    problems = {
+        f"--rollouts {options.rollouts}: must be an integer >= 1": options.rollouts < 1,
+        f"--examples {num}: must be an integer >= 1": num is not None and num < 1,
+        "--api-key-var: without effect unless --endpoint is given; remove it": (
+            variable and not options.endpoint
         ),
-        (
-            has_url == (options.served_model is not None),
-            "--base-url and --served-model: give both, or none for the TOML's model",
+        f"--api-key-var {variable}: the variable is not set; set it to the key": (
+            variable and not os.environ.get(variable)
         ),
-        (
-            variable is None or has_url,
-            "--api-key-var: without effect unless --base-url is given; remove it",
-        ),
-        (
-            variable is None or os.environ.get(variable),
-            f"--api-key-var {variable}: the variable is not set; set it to the key",
-        ),
-        (output.suffix == ".jsonl", f"-o {output}: must end in .jsonl"),
-        (not output.exists(), f"-o {output}: is there already; choose another"),
-        (folder_problem is None, f"-o {output}: {str(folder_problem).partition(' ')[2]}"),
-    ):
-        if not holds:
+        f"-o {output}: must end in .jsonl": output.suffix != ".jsonl",
+        f"-o {output}: {no_file}": no_file,
+    }
+    for problem, is_there in problems.items():
+        if is_there:
             raise GenerationError(problem)
 
 
-@contextmanager
-def _endpoint(options: argparse.Namespace, config: RunConfig, args: Any) -> Iterator[Endpoint]:
-    """Yield where the model answers. If we have to start a server, end it afterwards.
-
-    Raises:
-        ChildError, InferenceServerError: there is no server.
+def _generate_with_server(config: RunConfig, options: argparse.Namespace, argv: list[str]) -> int:
+    """Start the server, and this command once more beside it, in place of a trainer. Rows that were
+    written stay if the server ends, and nothing starts it again.
     """
-    if options.base_url is not None:
-        os.environ[KEY_VARIABLE] = "none"  # verifiers sends some key
-        key_variable = options.api_key_var or KEY_VARIABLE
-        yield Endpoint(options.base_url, options.served_model, key_variable)
-        return
-    host, port = args.servers()[0]
-    if args.vllm_servers:
-        if len(args.vllm_servers) > 1:
-            print(f"vf-rl generate: of vllm_servers, only {args.vllm_servers[0]} answers")
-        yield _answering(host, port, args.vllm_server_timeout)
-        return
     make_one_server(config)
     plans = plan_servers(config)
-    with closing(ThisMachine(config, plans, options.output.absolute().parent / LOGS)) as here:
-        here.open()
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # and end it
-        server = Supervised(plans[0], here.start_server, config)
-        try:
-            server.wait_until_ready(args.vllm_server_timeout)
-            endpoint = _answering(host, port, args.vllm_server_timeout)
-            yield endpoint._replace(server=server.child)
-        finally:
-            server.child.stop()
+    for plan in plans:
+        plan.is_needed, plan.max_restarts = True, 0
+    words = ["-m", "verifiers_rl.cli.rl", "generate", *argv]
+    logs = options.output.absolute().parent / LOGS
+    return supervise(config, plans, ThisMachine(config, plans, logs, lambda: words))
 
 
-def _answering(host: str, port: int, timeout_s: float) -> Endpoint:
-    """Return the endpoint of a `vf-vllm` once it answers."""
-    client = InferenceClient(host, port, timeout_s)
+def _endpoint(options: argparse.Namespace, args: Any) -> Endpoint:
+    """Return where the model answers, once it does.
+
+    Raises:
+        InferenceServerError: there is no server.
+    """
+    if options.endpoint is not None:
+        os.environ[KEY_VARIABLE] = "none"  # verifiers sends some key
+        return Endpoint(*options.endpoint, options.api_key_var or KEY_VARIABLE)
+    if len(args.vllm_servers or ()) > 1:
+        print(f"vf-rl generate: of vllm_servers, only {args.vllm_servers[0]} answers")
+    client = InferenceClient(*args.servers()[0], args.vllm_server_timeout)
     client.wait_until_ready()
     os.environ[KEY_VARIABLE] = generation_key(client.base_url)
     return Endpoint(f"{client.base_url}/v1", client.served_model_name, is_vllm=True)
@@ -207,14 +181,14 @@ def _answering(host: str, port: int, timeout_s: float) -> Endpoint:
 
 def make_one_server(config: RunConfig) -> None:
     """Give all GPUs to one server, because nothing is trained. Its replicas are vLLM's own."""
-    config.trainer_args["use_lora"] = False
-    config.trainer_gpus, config.teachers, config.cluster = 0, [], ClusterTable()
+    config.trainer.args["use_lora"] = False
+    config.trainer.gpus, config.teachers, config.cluster = 0, [], ClusterTable()
     split_gpus(config)
-    if config.inference_gpus and config.inference_replicas > 1:
-        copies = config.inference_args.get("data_parallel_size", 1) * config.inference_replicas
-        config.inference_args["data_parallel_size"] = copies
-        config.inference_gpus *= config.inference_replicas
-    config.inference_replicas = 1
+    table = config.inference
+    if table.gpus and (copies := table.replicas or 1) > 1:
+        table.args["data_parallel_size"] = table.args.get("data_parallel_size", 1) * copies
+        table.gpus *= copies
+    table.replicas = 1
 
 
 def make_players(
@@ -274,32 +248,24 @@ def sampling_of(args: Any, is_vllm: bool) -> dict[str, Any]:
 
 
 async def _write(
-    options: argparse.Namespace,
-    max_concurrent: int,
-    players: Sequence[PlayedEnvironment],
-    check: Callable[[], None] = lambda: None,
+    options: argparse.Namespace, max_concurrent: int, players: Sequence[PlayedEnvironment]
 ) -> None:
-    """Write the rows of each environment. A file without any is removed.
-
-    Args:
-        check: raises if no rollout can succeed any more; called after one that has failed.
-    """
-    num_kept = 0
+    """Write the rows of each environment. A file without any is removed."""
     options.output.parent.mkdir(parents=True, exist_ok=True)
     with options.output.open("x", encoding="utf-8") as file:
 
         def write(row: dict[str, Any]) -> None:
-            nonlocal num_kept
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
             file.flush()
-            num_kept += 1
 
+        num_kept = 0
         try:
             for player in players:
-                said = await write_rows(player, options, max_concurrent, write, check)
+                num, said = await write_rows(player, options, max_concurrent, write)
+                num_kept += num
                 print(f"vf-rl generate: {player.name}: {said}", flush=True)
         finally:
-            if not num_kept:
+            if not file.tell():
                 options.output.unlink()
     if not num_kept:
         raise GenerationError(
@@ -314,17 +280,15 @@ async def write_rows(
     options: argparse.Namespace,
     num_at_once: int,
     write: Callable[[dict[str, Any]], None],
-    check: Callable[[], None] = lambda: None,
-) -> str:
+) -> tuple[int, str]:
     """Play the first `examples` (None: all) of a split `rollouts` times each, and write each row
     that no limit cut and that has at least `min_reward`, as soon as its rollout has ended.
 
     Returns:
-        What became of the rollouts, for people.
+        The number of rows, and what became of the rollouts, for people.
 
     Raises:
         GenerationError: all examples of a stream are requested, or no rollout succeeds.
-        Exception: what `check` raises.
     """
     size, places = player.sizes(options.split)[0], asyncio.Semaphore(num_at_once)
     if options.examples is None and size >= ENDLESS:
@@ -334,28 +298,25 @@ async def write_rows(
         )
     num, reward, first_error = Counter[str](), 0.0, ""
 
-    async def play(number: int) -> list[tuple[dict[str, Any], bool]] | Exception:
+    async def play(number: int) -> list[tuple[dict[str, Any], bool]]:
         async with places:
-            try:
-                return await player.play(options.split, number)
-            except Exception as error:  # whatever the environment's own code raises
-                return error
+            return await player.play(options.split, number)
 
     numbers = range(min(options.examples or size, size))
     await player.open()
     tasks = [asyncio.create_task(play(n)) for n in numbers for _ in range(options.rollouts)]
     try:
         for ended in asyncio.as_completed(tasks):
-            rows = await ended
-            if isinstance(rows, Exception):
-                check()
+            try:
+                rows = await ended
+            except Exception as error:  # whatever the environment's own code raises
                 num["failed"] += 1
-                first_error = first_error or describe_error(rows)
+                first_error = first_error or describe_error(error)
                 if not num["rollouts"] and num["failed"] >= min(NUM_TRIED, len(tasks)):
                     raise GenerationError(
                         f"environment {player.name!r}: no rollout succeeded, and the first "
                         f"{num['failed']} failed. The first error: {first_error}"
-                    )
+                    ) from error
                 continue
             for row, is_cut in rows:
                 reward += row["reward"]
@@ -374,4 +335,4 @@ async def write_rows(
         said += f"; {num['cut']} left out, because a length limit cut a turn"
     if num["failed"]:
         said += f"; {num['failed']} failed, the first by {first_error}"
-    return said
+    return num["written"], said

@@ -23,76 +23,70 @@ gpus = 1                         # 0: CPU; above 1 one process for each
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field, model_validator
 
-from verifiers_rl.cli.config import RunConfig, TomlError
+from verifiers_rl.cli.config import Table, Text, Texts, TrainConfig, wrong
+from verifiers_rl.cli.plan import assign_gpus
 from verifiers_rl.cli.train import main as main_of
-from verifiers_rl.sft.conversations import is_file
-
-_Text = Annotated[str, Field(min_length=1)]
-_Names = Annotated[
-    list[_Text], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
-]
+from verifiers_rl.sft.conversations import is_file, read_dataset
 
 
-@dataclass
-class DataTable:
-    """[data]: where the rows are. Paths are absolute. `eval_split` is None where the TOML leaves it
-    out: all rows of a file, and "test" on the hub.
+class DataTable(Table):
+    """[data]: where the rows are. `eval_split` is None where the TOML leaves it out: all rows of a
+    file, and "test" on the hub.
     """
 
-    train: _Names = field(default_factory=list)
-    eval: _Names = field(default_factory=list)
-    split: _Text = "train"
-    eval_split: _Text | None = None
-    subset: _Text | None = None
+    train: Texts = Field(default_factory=list)
+    eval: Texts = Field(default_factory=list)
+    split: Text = "train"
+    eval_split: Text | None = None
+    subset: Text | None = None
+
+    @model_validator(mode="after")
+    def check_together(self) -> DataTable:
+        if not self.train:
+            raise wrong("is missing; set it to a .jsonl file, or to a name on the hub", "train")
+        if self.subset and all(map(is_file, [*self.train, *self.eval])):
+            raise wrong("without effect, because files have no subsets; remove it", "subset")
+        return self
 
 
-@dataclass
-class SFTRunConfig(RunConfig):
-    """A checked configuration of `vf-sft`."""
+class SFTRunConfig(TrainConfig):
+    """The TOML of `vf-sft`. Paths in `data` are absolute."""
 
     PROGRAM = "vf-sft"
     MODULE = "verifiers_rl.sft.main"
     TRAINER, CONFIG = "verifiers_rl.sft:SFTTrainer", "verifiers_rl.sft.config:SFTConfig"
-    TABLES = ("model", "import_from", "data", "trainer")
-    NEEDS_ENV = False
 
-    data: DataTable = field(default_factory=DataTable)
+    data: DataTable = Field(default_factory=dict, validate_default=True)
 
-    def check_own(self) -> None:
-        """Fill in `data`.
+    @model_validator(mode="after")
+    def check_together(self) -> SFTRunConfig:
+        data = self.data
+        evaluates = self.trainer.args.get("eval_strategy", "no") != "no"
+        if (data.eval or data.eval_split) and not evaluates:
+            raise wrong(
+                "has held-out rows, and there are no evaluations: set eval_strategy = "
+                '"steps" and eval_steps in [trainer.args]',
+                "data",
+            )
+        return self
 
-        Raises:
-            TomlError: a key of [data] is unknown or has a wrong value, or `train` is missing.
-        """
-        self.data = data = self.read_table(("data",), DataTable)
-        for name in ("train", "eval"):
-            paths = [
-                str(self.beside(one, "data", name)) if is_file(one) else one
+    def resolve(self, checks_model: bool) -> None:
+        """Make paths absolute, also those of the data."""
+        super().resolve(checks_model)
+        data, table = self.data, self.layers.tree["data"]
+        for name in table.keys() & {"train", "eval"}:
+            names = [
+                str(self.layers.beside(one, ("data", name))) if is_file(one) else one
                 for one in getattr(data, name)
             ]
-            setattr(data, name, paths)
-        if not data.train:
-            raise TomlError(
-                f"{self.source('data')}: [data] train is missing; set it to a .jsonl file, or to "
-                "a name on the hub"
-            )
+            setattr(data, name, names)
+            table[name] = names
         if data.eval_split and not data.eval:
             data.eval = data.train
-        if data.subset and all(map(is_file, [*data.train, *data.eval])):
-            raise self.error(
-                ("data", "subset"), "without effect, because files have no subsets; remove it"
-            )
-        if data.eval and self.trainer_args.get("eval_strategy", "no") == "no":
-            raise TomlError(
-                f"{self.source('data')}: [data] has held-out rows, and there are no evaluations: "
-                'set eval_strategy = "steps" and eval_steps in [trainer.args]'
-            )
-        self.tree["data"] = vars(data)
 
     def prepare(self) -> None:
         """Show this process its GPUs, before torch sees them.
@@ -103,20 +97,16 @@ class SFTRunConfig(RunConfig):
         for name in ("train", "eval"):
             for path in filter(is_file, getattr(self.data, name)):
                 if not os.path.isfile(path):
-                    raise TomlError(
-                        f"{self.place('data', name)} {name}: there is no file {path}; correct the "
-                        "path, which is relative to what names it"
+                    raise self.layers.error(
+                        ("data", name),
+                        f"there is no file {path}; correct the path, which is relative to what "
+                        "names it",
                     )
-        if "LOCAL_RANK" in os.environ:
-            return
-        from verifiers_rl.cli.plan import assign_gpus
-
-        os.environ["CUDA_VISIBLE_DEVICES"] = assign_gpus(self, [])["trainer"]
+        if "LOCAL_RANK" not in os.environ:
+            os.environ["CUDA_VISIBLE_DEVICES"] = assign_gpus(self, [])["trainer"]
 
     def make_trainer(self, args: Any) -> Any:
         """Read the data and make the trainer."""
-        from verifiers_rl.sft.conversations import read_dataset
-
         data, train = self.data, []
         held_out: Any = [] if data.eval else None
         if args.process_index == 0:  # which has the data

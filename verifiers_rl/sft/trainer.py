@@ -158,7 +158,7 @@ class SFTTrainer(RLTrainer):
         last_token: int | None = None
         if args.process_index == 0:
             template = cast(dict[str, Any], args.chat_template_kwargs)
-            tokens = Tokenization(processing_class, args.loss_on, args.max_seq_len, template)
+            tokens = Tokenization(processing_class, args.max_seq_len, template)
             rows = tokens.of_rows(train_dataset, "for training", print)
             last_token = tokens.last_token(rows)
             if eval_dataset is not None:

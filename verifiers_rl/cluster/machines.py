@@ -1,5 +1,5 @@
 """The four variables of torch's launchers, on several machines that each run the same
-`vf-rl @ config.toml`: they become a Ray cluster, and the run is one on it (cli/ray_engine.py).
+`vf-rl @ config.toml`: they become a Ray cluster, and the run is one on it (ray_engine.py).
 
     RANK=0          starts Ray's head at MASTER_ADDR:MASTER_PORT, waits for WORLD_SIZE machines,
                     runs, tells the others how the run has ended, and ends the head
@@ -29,11 +29,12 @@ from verifiers_rl.cli.children import POLL_S, Child, ChildError, LocalChild
 from verifiers_rl.cli.config import RunConfig, TomlError
 from verifiers_rl.cli.ending import SAVE_GRACE_S
 from verifiers_rl.cli.errors import fail
+from verifiers_rl.cli.plan import MACHINE_VARIABLES as VARIABLES
+from verifiers_rl.cluster.ray_engine import run_on_ray
 from verifiers_rl.inference.client import TOKEN_VARIABLE
 from verifiers_rl.process.interrupts import handle_signals
 from verifiers_rl.process.waiting import wait_until
 
-VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 # In the environment of Ray on a machine: the file that gets the status of the run.
 END_VARIABLE = "VERIFIERS_RL_END_FILE"
 TELL_S = 30.0  # deadline for telling the other machines that the run has ended
@@ -98,16 +99,16 @@ def machine_of(config: RunConfig) -> Machine | None:
     if machine is None:
         for name in ("trainer_nodes", "inference_nodes"):
             if not table.address and getattr(table, name) is not None:
-                raise TomlError(
-                    f"{config.place('cluster', name)} {name}={getattr(table, name)} is about "
-                    f"several machines: set {', '.join(VARIABLES)} on each, or address"
+                raise config.layers.error(
+                    ("cluster", name),
+                    f"is about several machines: set {', '.join(VARIABLES)} on each, or address",
                 )
         return None
     if table.address:
-        raise TomlError(
-            f"{config.place('cluster', 'address')} address={table.address!r} is of a Ray cluster "
-            f"that runs already, and {', '.join(VARIABLES)}, which start one, are set too; unset "
-            "them, or remove address"
+        raise config.layers.error(
+            ("cluster", "address"),
+            f"is of a Ray cluster that runs already, and {', '.join(VARIABLES)}, which start one, "
+            "are set too; unset them, or remove address",
         )
     if not os.environ.get(TOKEN_VARIABLE):
         raise TomlError(
@@ -116,19 +117,20 @@ def machine_of(config: RunConfig) -> Machine | None:
             "once"
         )
     table.address = f"{machine.host}:{machine.port}"
-    if table.inference_nodes is None and not config.trainer_args.get("vllm_servers"):
+    if table.inference_nodes is None and not config.trainer.args.get("vllm_servers"):
         table.inference_nodes = max(machine.size - (table.trainer_nodes or 1), 1)
     return machine
 
 
-def run_on_machines(config: RunConfig, options: argparse.Namespace, machine: Machine) -> int:
-    """Do this machine's part of the run; return the run's exit status.
+def run_on_machines(config: RunConfig, options: argparse.Namespace) -> int | None:
+    """Run on a Ray cluster, or do this machine's part of such a run; return the run's exit status.
+    None: the configuration is of a run on this machine alone.
 
     Raises:
-        TomlError: see `ray_engine.run_on_ray` and `find_head`.
+        TomlError: see `machine_of`, `find_head` and `ray_engine.run_on_ray`.
     """
-    from verifiers_rl.cli.ray_engine import run_on_ray
-
+    if (machine := machine_of(config)) is None:
+        return run_on_ray(config, options) if config.cluster.address else None
     timeout_s = config.option("vllm_server_timeout")
     address = find_head(machine)
     # Ray's own ports ask for this token. Our token itself stays with our processes.
@@ -254,7 +256,7 @@ def start_ray(words: list[str], folder: Path, env: dict[str, str] | None = None)
     """
     # Nothing of ours goes through Ray's memory for objects.
     words = [*words, "--object-store-memory", "100000000", "--disable-usage-stats", "--block"]
-    words = ["-m", "verifiers_rl.cli.machines", "start", *words]
+    words = ["-m", "verifiers_rl.cluster.machines", "start", *words]
     return LocalChild("ray", words, env or {}, folder / "ray.log")
 
 

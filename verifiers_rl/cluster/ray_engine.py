@@ -14,9 +14,9 @@ A server whose machine is lost gets another actor, which Ray places again.
 from __future__ import annotations
 
 import argparse
-import copy
 import os
 import secrets
+import shutil
 import signal
 import socket
 import sys
@@ -28,9 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
+import tomli_w
 
-from verifiers_rl.cli.children import POLL_S, Child, LocalChild, answers
-from verifiers_rl.cli.config import RunConfig, TomlError
+from verifiers_rl.cli.children import POLL_S, Child, LocalChild
+from verifiers_rl.cli.config import RunConfig, TomlError, folder_words
 from verifiers_rl.cli.plan import (
     Address,
     ServerPlan,
@@ -38,8 +39,8 @@ from verifiers_rl.cli.plan import (
     plan_servers,
     trainer_command,
 )
-from verifiers_rl.cli.resolved import write_code
-from verifiers_rl.cli.supervise import supervise
+from verifiers_rl.cli.resolved import LEFT_OUT, resolved
+from verifiers_rl.cli.supervise import answers, supervise
 from verifiers_rl.inference.client import (
     TOKEN_VARIABLE,
     InferenceClient,
@@ -48,6 +49,11 @@ from verifiers_rl.inference.client import (
 from verifiers_rl.process.waiting import wait_until
 
 OUTPUT_S = 1.0  # so long Ray takes to bring the last lines of a process here
+MAX_CODE_MB = 100  # of the folders that travel to the machines
+_LEFT_BEHIND = shutil.ignore_patterns(
+    *(".*", "__pycache__", "outputs", "checkpoint-*", "wandb", "node_modules"),
+    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.log", "*.env"),
+)
 
 
 class ProcessActor:
@@ -198,10 +204,10 @@ class RayMachines:
         self._ray, self._config, self._options, self._plans = ray, config, options, plans
         self._num_machines = num_machines
         self._timeout_s = config.option("vllm_server_timeout")
-        if config.trainer_args.get("vllm_servers") and not os.environ.get(TOKEN_VARIABLE):
-            raise TomlError(
-                f"{config.place('trainer', 'args', 'vllm_servers')} has vllm_servers, which run "
-                f"already, and {TOKEN_VARIABLE} is not set; set it to their token"
+        if config.trainer.args.get("vllm_servers") and not os.environ.get(TOKEN_VARIABLE):
+            raise config.layers.error(
+                ("trainer", "args", "vllm_servers"),
+                f"they run already, and {TOKEN_VARIABLE} is not set; set it to their token",
             )
         # Also for this process, which asks servers whether they are up.
         os.environ[TOKEN_VARIABLE] = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
@@ -226,7 +232,7 @@ class RayMachines:
                 "(vllm_server_timeout); start vf-rl with the four variables on each, and let a "
                 "firewall pass Ray's ports"
             )
-        gpus = self._config.trainer_gpus
+        gpus = self._config.trainer.gpus
         count_trainers = self._config.cluster.trainer_nodes or 1
         self._reserve("PACK", {f"trainer-{n}": gpus for n in range(count_trainers)})
         self._reserve("SPREAD", {plan.name: plan.gpus for plan in self._plans})
@@ -240,8 +246,8 @@ class RayMachines:
         if not wait_until(lambda: group.wait(POLL_S), f"places for {shown}", self._timeout_s):
             free = self._ray.available_resources()
             raise TomlError(
-                f"{self._config.source('trainer')}: Ray found no places with these GPUs, and 1 "
-                f"CPU each, within {self._timeout_s:g} s (vllm_server_timeout): {shown}; free are "
+                f"{self._config.layers.files[-1]}: Ray found no places with these GPUs, and 1 CPU "
+                f"each, within {self._timeout_s:g} s (vllm_server_timeout): {shown}; free are "
                 f"{free.get('GPU', 0):g} GPUs and {free.get('CPU', 0):g} CPUs"
             )
         self._places |= {name: (group, n, gpus[name]) for n, name in enumerate(gpus)}
@@ -268,15 +274,16 @@ class RayMachines:
         return {**env, **own, TOKEN_VARIABLE: os.environ[TOKEN_VARIABLE]}
 
     def start_trainers(self, env: dict[str, str]) -> Iterator[Child]:
-        config, options = self._config, self._options
+        # What travels is one TOML.
+        config, words = self._config, ["@", "config.toml", *folder_words(self._options)]
         number = config.cluster.trainer_nodes or 1
-        env = self._env(env, config.trainer_gpus)
+        env = self._env(env, config.trainer.gpus)
         first: Child | None = None
         for n in range(number):
 
             def at(own: Address, n: int = n, first: Child | None = first) -> Any:
                 master = first.find_address() if first else own
-                return trainer_command(config, options, n, number, master), env
+                return trainer_command(config, words, n, number, master), env
 
             name = "trainer" if number == 1 else f"trainer-{n}"
             child = RayChild(name, self._ray, self._places[f"trainer-{n}"], at, self._timeout_s)
@@ -285,6 +292,43 @@ class RayMachines:
 
     def close(self) -> None:
         time.sleep(OUTPUT_S)
+
+
+def write_code(config: RunConfig, output_dir: str, folder: Path) -> None:
+    """Write into a folder what travels to the machines: one TOML, and the folders with its modules.
+    Secrets stay here, also the files of `env_file`.
+
+    Raises:
+        TomlError: they are too large.
+    """
+    # The run's own TOMLs travel as the resolved one, which has no secrets.
+    own = {path.resolve() for path in map(Path, (*config.env_files, *config.layers.files))}
+
+    num_bytes = 0
+
+    def stays(parent: str, names: list[str]) -> set[str]:
+        nonlocal num_bytes
+        left = _LEFT_BEHIND(parent, names) | {n for n in names if Path(parent, n).resolve() in own}
+        files = [Path(parent, name) for name in names if name not in left]
+        num_bytes += sum(path.stat().st_size for path in files if path.is_file())
+        if num_bytes > MAX_CODE_MB * 1e6:
+            raise TomlError(
+                f"{parent}: this folder travels to the machines of the Ray cluster, and that is "
+                f"more than {MAX_CODE_MB} MB with those before it; put the TOML and its modules "
+                "into a folder of their own"
+            )
+        return left
+
+    data, secrets = resolved(config, output_dir)
+    for key in secrets:
+        print(f"vf-rl: not sent to the machines of the cluster: {LEFT_OUT}{key}", flush=True)
+    data.pop("cluster", None)
+    data["import_from"] = []
+    for number, source in enumerate(config.folders):
+        target = folder / f"code{number}"
+        shutil.copytree(source, target, ignore=stays, ignore_dangling_symlinks=True)
+        data["import_from"].append(f"./code{number}")
+    (folder / "config.toml").write_text(tomli_w.dumps(data), "utf-8")
 
 
 def run_on_ray(
@@ -307,18 +351,16 @@ def run_on_ray(
         import ray.util.scheduling_strategies
     except ImportError as error:
         raise TomlError(
-            f"{config.place('cluster', 'address')} a run on several machines needs Ray, which is "
-            "not installed: "
-            "pip install 'verifiers-rl[ray]', the same version on all machines"
+            f"{config.layers.place('cluster', 'address')} a run on several machines needs Ray, "
+            "which is not installed: pip install 'verifiers-rl[ray]', the same version on all "
+            "machines"
         ) from error
-    if "vllm_server_host" in config.trainer_args:
-        raise TomlError(
-            f"{config.place('trainer', 'args', 'vllm_server_host')} vllm_server_host has no "
-            "meaning where Ray chooses the machines; remove it"
+    if "vllm_server_host" in config.trainer.args:
+        raise config.layers.error(
+            ("trainer", "args", "vllm_server_host"),
+            "has no meaning where Ray chooses the machines; remove it",
         )
     args = check_trainer_options(config)
-    sent = copy.copy(config)
-    sent.words = ["@", "config.toml"]
     with tempfile.TemporaryDirectory(prefix="vf-rl-") as folder:
         write_code(config, str(args.output_dir), Path(folder))
         os.environ["RAY_OVERRIDE_JOB_RUNTIME_ENV"] = "1"  # of a job that Ray itself has started
@@ -332,13 +374,14 @@ def run_on_ray(
             )
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             raise TomlError(
-                f"{config.place('cluster', 'address')} address={config.cluster.address!r}: no Ray "
-                f"cluster answers there ({str(error).splitlines()[0]}); start one: ray start --head"
+                f"{config.layers.place('cluster', 'address')} address={config.cluster.address!r}: "
+                f"no Ray cluster answers there ({str(error).splitlines()[0]}); start one: ray "
+                "start --head"
             ) from error
     status = 1
     try:
         plans = plan_servers(config)
-        machines = RayMachines(ray, sent, plans, options, num_machines)
+        machines = RayMachines(ray, config, plans, options, num_machines)
         status = supervise(config, plans, machines)
     except ray.exceptions.RayError as error:
         print(f"vf-rl: error: {error}", file=sys.stderr)
