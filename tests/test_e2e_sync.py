@@ -40,7 +40,7 @@ from verifiers_rl.inference.client import (
     InferenceServerError,
     ServerLostError,
 )
-from verifiers_rl.inference.packed_tokens import unpack_experts, unpack_sampled
+from verifiers_rl.inference.packed_tokens import pack_ids, unpack_experts, unpack_sampled
 from verifiers_rl.models import load_policy
 from verifiers_rl.router_replay import replay_experts, routers_of
 from verifiers_rl.sync.weight_sync import WeightSync
@@ -347,8 +347,8 @@ def test_the_trainer_uses_the_experts_that_the_server_chose(expert_server, conne
         of_prompt = torch.Generator().manual_seed(seed)
         prompt = torch.randint(3, 250, (20 + seed,), generator=of_prompt).tolist()
         body = {"model": sync.model_name, "messages": [{"role": "user", "content": ""}]}
-        body |= {"tokens": prompt, "max_tokens": 60, "ignore_eos": True, "temperature": 1.0}
-        body |= {"packed_tokens": True}
+        body |= {"tokens": pack_ids(prompt), "max_tokens": 60, "ignore_eos": True}
+        body |= {"temperature": 1.0}
         url = f"{server.url}/v1/chat/completions/tokens"
         answer = httpx.post(url, json=body, timeout=60, trust_env=False)
         assert answer.status_code == 200, answer.text
@@ -613,7 +613,7 @@ def test_every_way_to_generate_is_cut_where_a_push_meets_it(full_server, connect
     bodies = {
         "/v1/completions": {**chat, "prompt": "a"},
         "/v1/chat/completions": chat,
-        "/v1/chat/completions/tokens": {**chat, "tokens": PROMPT[:40]},
+        "/v1/chat/completions/tokens": {**chat, "tokens": pack_ids(PROMPT[:40])},
     }
     bodies["/v1/completions"].pop("messages")
 

@@ -37,6 +37,7 @@ from verifiers_rl.inference.client import (
 from verifiers_rl.inference.engine_calls import answer_of, paused, updating
 from verifiers_rl.inference.gateway import Gateway
 from verifiers_rl.inference.generation import current_generation
+from verifiers_rl.inference.packed_tokens import pack_ids
 from verifiers_rl.inference.port import (
     RESERVED_VARIABLE,
     PortError,
@@ -140,49 +141,33 @@ async def complete(request):
     read = json.loads(await request.body())
     generation = current_generation.get()
     generation.num_completions += read.get("n", 1)
-    generation.begin()
     spans = [SimpleNamespace(start=0, version="3"), SimpleNamespace(start=1, version="4")]
     kept = SimpleNamespace(logprobs=[-1.0, -2.0], counts=[], allowed=[])
-    detokenizer = SimpleNamespace(num_output_tokens=lambda: 2)
-    processor = SimpleNamespace(logprobs=kept)
-    generation.state = SimpleNamespace(logprobs_processor=processor, detokenizer=detokenizer)
-    generation.end(SimpleNamespace(token_ids=[7, 8], weight_versions=spans))
-    await asyncio.sleep(read.get("takes_s", 0))
-    return JSONResponse({"read": read})
+    ended = {"token_ids": [7, 8], "logprobs": kept, "weight_versions": spans}
+    generation.end(SimpleNamespace(**ended))
+    return JSONResponse({"read": read}, read.get("status", 200))
 
 
-def test_a_reply_says_which_policies_sampled_it_and_how_long_it_was_queued():
+def test_a_reply_says_which_policies_sampled_it():
     with server_of() as (client, _):
         reply = answer_to(client, "POST", "/v1/completions", {"prompt": "a"})
         assert reply.json() == {"read": {"prompt": "a"}}
         assert reply.headers["x-policy-versions"] == "0:3,1:4"
-        assert float(reply.headers["x-queued-s"]) >= 0
         reply = answer_to(client, "POST", "/v1/completions", {"prompt": "a", "n": 2})
         assert "x-policy-versions" not in reply.headers  # which of them?
 
 
 def test_a_request_with_tokens_becomes_a_chat_without_them():
-    path, body = "/v1/chat/completions/tokens", {"tokens": [1, 2], "messages": [], "max_tokens": 2}
-    chat = {"messages": [], "max_tokens": 2, "truncate_prompt_tokens": 1}
+    path, body = "/v1/chat/completions/tokens", {"tokens": pack_ids([1, 2]), "messages": []}
+    chat = {"messages": [], "truncate_prompt_tokens": 1}
     with server_of() as (client, _):
-        assert answer_to(client, "POST", path, body).json() == {"read": chat}
-        packed = answer_to(client, "POST", path, body | {"packed_tokens": True}).json()
-        assert packed["read"] == chat and set(packed["packed_tokens"]) == {"token_ids", "logprobs"}
-        for wrong in (body | {"tokens": [10]}, [], {}):
+        reply = answer_to(client, "POST", path, body).json()
+        assert reply["read"] == chat and set(reply["packed_tokens"]) == {"token_ids", "logprobs"}
+        reply = answer_to(client, "POST", path, body | {"status": 500})
+        assert reply.status_code == 500 and "packed_tokens" not in reply.json()
+        for wrong in (body | {"tokens": pack_ids([10])}, [], {}):
             reply = answer_to(client, "POST", path, wrong)
             assert reply.status_code == 400 and reply.json()["error"]
-
-
-def test_a_reply_that_takes_longer_than_its_limit_is_ended():
-    body = {"prompt": "a", "takes_s": 5}
-    limit = "x-reply-timeout-s"
-    with server_of() as (client, _):
-        reply = answer_to(client, "POST", "/v1/completions", body, **{limit: "0.01"})
-        assert reply.status_code == 504 and reply.headers["x-num-tokens"] == "2"
-        body["takes_s"] = 0
-        for given, status in (("5", 200), ("soon", 400), ("-1", 400)):
-            reply = answer_to(client, "POST", "/v1/completions", body, **{limit: given})
-            assert reply.status_code == status
 
 
 def test_no_websocket_reaches_vllm():

@@ -59,7 +59,6 @@ def _of_batch(groups: Groups) -> dict[str, float]:
     ]
     num_later_turns = sum(rollout.num_turns - 1 for rollout in survivors)
     num_breaks = sum(len(rollout.samples) - 1 for rollout in survivors)
-    lost = [r.num_lost_tokens for r in rollouts if r.num_lost_tokens is not None]
     rewards = [r.reward for r in survivors]
     values: dict[str, Sequence[float]] = {
         "reward": rewards,
@@ -70,7 +69,6 @@ def _of_batch(groups: Groups) -> dict[str, float]:
         "restarted_share": [r.num_restarts > 0 for r in rollouts],
         "moved_share": [r.num_moves > 0 for r in rollouts],
         "uniform_group_share": is_uniform,
-        "timed_out_tokens": lost,
     }
     return {name: float(np.mean(own)) for name, own in values.items() if own} | {
         "reward_std": float(np.std(rewards)),
