@@ -536,7 +536,7 @@ def test_a_run_that_is_killed_behind_its_last_step_is_finished_by_resuming(
         )  # fmt: skip
     elif place == "push":
         push = sink.push
-        sink.push = lambda model, version, how: die() if version == 2 else push(model, version, how)
+        sink.push = lambda model, version: die() if version == 2 else push(model, version)
         options["eval_strategy"] = trainer.args.eval_strategy = "no"
         del options["eval_steps"]
     with pytest.raises(KilledError):

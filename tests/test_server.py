@@ -56,13 +56,10 @@ class Engine:
         num_engines: engine cores, each with a worker.
         work: what a worker does when it is called: takes the method, its number and the arguments,
             returns what it answers.
-        resets: what the engines answer when they are to drop what they have cached.
     """
 
-    def __init__(
-        self, num_engines=1, is_moe=False, is_running=False, work=lambda *_: None, resets=True
-    ):
-        self.num_engines, self.work, self.resets = num_engines, work, resets
+    def __init__(self, num_engines=1, is_moe=False, is_running=False, work=lambda *_: None):
+        self.num_engines, self.work = num_engines, work
         self.calls, self.errored, self.cache_salt = [], False, None
         self.admits = asyncio.Event()
         self.admits.set()
@@ -94,11 +91,6 @@ class Engine:
 
     async def resume_generation(self):
         self.calls.append("resume")
-
-    async def reset_prefix_cache(self, reset_running_requests):
-        assert reset_running_requests
-        self.calls.append("reset")
-        return self.resets
 
 
 @contextmanager
@@ -374,8 +366,8 @@ def test_engines_are_paused_where_requests_run_or_they_step_together(
     async def update():
         engine = Engine(num_engines, is_moe, is_running)
         with pytest.raises(RuntimeError, match="broken"):
-            async with updating(engine, 1.0) as runs:
-                assert runs == is_running and not engine.admits.is_set()
+            async with updating(engine, 1.0):
+                assert not engine.admits.is_set()
                 raise RuntimeError("broken")
         assert engine.admits.is_set()
         return engine.calls
@@ -446,7 +438,7 @@ def test_an_engine_that_dies_while_it_is_to_pause_or_resume_holds_nobody_up():
 BUCKET = 2**19
 NUM_BYTES = 4 * BUCKET
 BODY = random.randbytes(NUM_BYTES)
-PUSH = {"policy_version": 3, "in_flight": "keep", "timeout_s": 5.0}
+PUSH = {"policy_version": 3, "timeout_s": 5.0}
 SHAPES = dict.fromkeys("abcd", (BUCKET // 4,))
 PLAN = TransferPlan(tensors=SHAPES, dtype="float32", bucket_bytes=BUCKET)
 
@@ -521,29 +513,19 @@ NONE, THREE = (("set_weight_version", label) for label in ("none", "3"))
 
 
 @pytest.mark.parametrize("is_running", [False, True])
-@pytest.mark.parametrize("in_flight", ["recompute", "keep"])
 def test_a_push_reaches_all_workers_and_tokens_of_mixed_weights_are_of_no_policy(
-    server_of_pushes, is_running, in_flight
+    server_of_pushes, is_running
 ):
     workers = Workers()
     with server_of_pushes(workers, is_running=is_running) as (client, connection, engine):
         salts = set()
         for body in (BODY, BODY[::-1]):
-            reply = pushed(client, connection, body, in_flight=in_flight).answer()
+            reply = pushed(client, connection, body).answer()
             assert reply == {"policy_version": 3} and workers.got == {0: body, 1: body}
             salts.add(engine.cache_salt)
         assert len(salts) == 2 and None not in salts  # cached prefixes are of one version
-    drops = ["reset"] if is_running and in_flight == "recompute" else []
-    calls = [NONE, "weight_sync_receive", *drops, THREE]
+    calls = [NONE, "weight_sync_receive", THREE]
     assert engine.calls == 2 * (["pause", *calls, "resume"] if is_running else calls)
-
-
-def test_an_engine_that_keeps_old_keys_and_values_is_an_error(server_of_pushes):
-    with server_of_pushes(is_running=True, resets=False) as (client, connection, _):
-        with pytest.raises(InferenceServerError, match="could not drop the keys and values"):
-            pushed(client, connection, in_flight="recompute").answer()
-        with pytest.raises(ServerLostError, match="409: no trainer is connected"):
-            pushed(client, connection).answer()
 
 
 @pytest.mark.parametrize(
@@ -552,7 +534,7 @@ def test_an_engine_that_keeps_old_keys_and_values_is_an_error(server_of_pushes):
         ({}, BODY + b"1", "400: a body of 2097153 bytes: this connection's plan has 2097152"),
         ({}, BODY[:-1], "400: a body of 2097151 bytes"),
         ({"connection": "d"}, BODY, "400: another trainer has connected"),
-        ({"in_flight": "drop"}, BODY, "400: in_flight='drop': Input should be 'recompute' or"),
+        ({"policy_version": "x"}, BODY, "400: policy_version='x': Input should be a valid integer"),
     ],
 )
 def test_a_push_that_is_not_the_announced_one_changes_nothing(

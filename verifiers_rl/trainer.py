@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -382,10 +382,7 @@ class RLTrainer(SavingTrainer):
         if self.weight_sync.policy_version != version:
             self.evaluations.end(self.orchestrator)  # all of its rollouts have one version
             model = self.accelerator.unwrap_model(self.model)
-            # Requests that run meanwhile keep the keys and values of the tokens so far.
-            runs = self.orchestrator.num_pending > 0
-            in_flight: Literal["recompute", "keep"] = "keep" if runs else "recompute"
-            self._metrics |= self.weight_sync.push(model, version, in_flight)
+            self._metrics |= self.weight_sync.push(model, version)
         self.evaluations.begin(self.orchestrator, self.weight_sync.model_name, version)
 
     def _on_rank_0(

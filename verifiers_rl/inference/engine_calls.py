@@ -100,19 +100,15 @@ async def paused(engine: Any, timeout_s: float) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def updating(engine: Any, timeout_s: float) -> AsyncIterator[bool]:
-    """Inside, weights may change: new requests wait, and those that run are frozen.
-
-    Yields:
-        whether requests run. They continue on the new weights.
-    """
+async def updating(engine: Any, timeout_s: float) -> AsyncIterator[None]:
+    """Inside, weights may change: new requests wait, and those that run are frozen."""
     engine.admits.clear()
     try:
         # Nothing is awaited in between, so no request can be missed.
         is_running = engine.output_processor.has_unfinished_requests()
         freezes = is_running or steps_together(engine)
         async with paused(engine, timeout_s) if freezes else nullcontext():
-            yield is_running
+            yield
     finally:
         engine.admits.set()
 

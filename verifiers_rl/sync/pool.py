@@ -34,7 +34,7 @@ from verifiers_rl.inference import (
     wait_for_servers,
 )
 from verifiers_rl.sync.adapters import choose_lora_sync
-from verifiers_rl.sync.weight_sync import InFlight, WeightSync, push_to_all
+from verifiers_rl.sync.weight_sync import WeightSync, push_to_all
 
 logger = logging.getLogger(__name__)
 
@@ -142,14 +142,9 @@ class ServerPool:
         finds = {one.client: partial(self._find, one) for one in self.replicas}
         return wait_for_servers(finds, number, self.timeout_s)
 
-    def push(
-        self, model: nn.Module, policy_version: int, in_flight: InFlight = "recompute"
-    ) -> dict[str, float]:
+    def push(self, model: nn.Module, policy_version: int) -> dict[str, float]:
         """Replace the policy of all replicas that answer; return once they have the weights. One
         that fails is left out, and the others go on.
-
-        Args:
-            in_flight: see `push_to_all`.
 
         Returns:
             `sync_s` seconds, `sync_bytes` bytes sent to all replicas together, and `num_servers`
@@ -167,7 +162,7 @@ class ServerPool:
         if not pushed:
             raise self._error_of_all()
         self.policy_version, num_bytes = None, 0
-        errors = push_to_all([sync for _, sync in pushed], model, policy_version, in_flight)
+        errors = push_to_all([sync for _, sync in pushed], model, policy_version)
         for (replica, sync), error in zip(pushed, errors, strict=True):
             try:
                 if error is not None:
