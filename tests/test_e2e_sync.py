@@ -619,7 +619,7 @@ def test_every_way_to_generate_is_cut_where_a_push_meets_it(full_server, connect
                 for path, body in bodies.items()
             ]
             await asyncio.sleep(0.05 + 0.02 * version)
-            await asyncio.to_thread(sync.push, model, version)
+            await asyncio.to_thread(push_to, sync, model, version)
             return await asyncio.gather(*asking)
 
     push_to(sync, model, 0)

@@ -210,16 +210,16 @@ class Supervised:
             ChildError: it ended, or does not work within `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
-        with WaitingLine(lambda: f"{self.plan.what}, up to {timeout_s:g} s,") as line:
-            while not self.was_ready:
-                if time.monotonic() > deadline:
-                    raise ChildError(
-                        f"{self.plan.what} was not ready after {timeout_s:g} s; raise "
-                        "vllm_server_timeout"
-                    )
-                self.child.wait(POLL_S)
-                self.poll()
-                line.show()
+        line = WaitingLine(lambda: f"{self.plan.what}, up to {timeout_s:g} s,")
+        while not self.was_ready:
+            if time.monotonic() > deadline:
+                raise ChildError(
+                    f"{self.plan.what} was not ready after {timeout_s:g} s; raise "
+                    "vllm_server_timeout"
+                )
+            self.child.wait(POLL_S)
+            self.poll()
+            line.show()
 
     def _ended_early(self) -> ChildError:
         """Return the error of a first start that failed: about a flag of its table, if its last

@@ -179,24 +179,24 @@ def wait_for_servers(
     def where() -> str:
         return ", ".join(client.base_url for client in missing)
 
-    with WaitingLine(lambda: f"the server at {where()}, {timeout_s:g} s at most,") as line:
-        while True:
-            for client in [*missing]:
-                with suppress(ServerLostError):
-                    answers.append(asks[client]())
-                    del missing[client]
-            is_late = time.monotonic() >= deadline
-            if len(answers) >= number or (answers and is_late):
-                return answers
-            line.show()
-            if is_late:
-                raise InferenceServerError(
-                    f"no server at {where()} after {timeout_s:g} s (vllm_server_timeout). "
-                    f"Start one with `vf-vllm --model ... --port {next(iter(asks)).port}`, or set "
-                    "vllm_server_host and vllm_server_port, or vllm_servers for several"
-                )
-            # Nothing to await: the servers are other processes that may not exist yet.
-            time.sleep(0.25)
+    line = WaitingLine(lambda: f"the server at {where()}, {timeout_s:g} s at most,")
+    while True:
+        for client in [*missing]:
+            with suppress(ServerLostError):
+                answers.append(asks[client]())
+                del missing[client]
+        is_late = time.monotonic() >= deadline
+        if len(answers) >= number or (answers and is_late):
+            return answers
+        line.show()
+        if is_late:
+            raise InferenceServerError(
+                f"no server at {where()} after {timeout_s:g} s (vllm_server_timeout). "
+                f"Start one with `vf-vllm --model ... --port {next(iter(asks)).port}`, or set "
+                "vllm_server_host and vllm_server_port, or vllm_servers for several"
+            )
+        # Nothing to await: the servers are other processes that may not exist yet.
+        time.sleep(0.25)
 
 
 class ControlRequest:

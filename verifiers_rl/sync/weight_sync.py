@@ -331,20 +331,18 @@ class Together:
         long again, and `stall_s` more; until then, only the deadlines of their requests.
         """
         start, deadline, todo = time.monotonic(), math.inf, {*self._running}
-        with WaitingLine(
-            lambda: f"{len(todo)} of {len(self._running)} servers to take weights"
-        ) as line:
-            while todo:
-                done, todo = wait(todo, LOOK_S, FIRST_COMPLETED)
-                now = time.monotonic()
-                for future in done:
-                    if (error := future.exception()) is not None:
-                        self._lose(self._running[future], error)
-                    else:
-                        deadline = min(deadline, now + (now - start) + self._stall_s)
-                if now > deadline:
-                    break
-                line.show()
+        line = WaitingLine(lambda: f"{len(todo)} of {len(self._running)} servers to take weights")
+        while todo:
+            done, todo = wait(todo, LOOK_S, FIRST_COMPLETED)
+            now = time.monotonic()
+            for future in done:
+                if (error := future.exception()) is not None:
+                    self._lose(self._running[future], error)
+                else:
+                    deadline = min(deadline, now + (now - start) + self._stall_s)
+            if now > deadline:
+                break
+            line.show()
         for future in todo:
             late = "did not end in time, or made no progress while the others did"
             sync = self._running[future]
