@@ -48,12 +48,13 @@ from verifiers_rl.inference.expected import (
 )
 from verifiers_rl.models import load_policy
 from verifiers_rl.sync import nccl, weight_sync
-from verifiers_rl.sync.adapters import check_adapter, choose_lora_sync
 from verifiers_rl.sync.plan import TransferPlan, receive_buckets
 from verifiers_rl.sync.shared_buffers import GivenUpError, attach, shared_with_workers
 from verifiers_rl.sync.sources import (
     Source,
     adapter_sources,
+    check_adapter,
+    choose_lora_sync,
     full_sources,
     merged_sources,
     what_to_send,
@@ -436,7 +437,11 @@ def test_a_tied_head_travels_once():
         ({"bias": "all"}, "adapter", "bias='all'.*set lora_sync='merged'"),
         ({"rank_pattern": {"q_proj": 2}}, "merged", None),
         ({}, "adapter", None),
-        ({"init_lora_weights": "pissa_niter_4"}, "adapter", "='pissa_niter_4' changes.*'merged'"),
+        (
+            {"init_lora_weights": "pissa_niter_4"},
+            "adapter",
+            "='pissa_niter_4': it changes.*'merged'",
+        ),
         ({"init_lora_weights": "olora"}, "merged", None),
         ({"init_lora_weights": "orthogonal"}, "adapter", None),
     ],

@@ -44,7 +44,7 @@ from verifiers_rl.report.run_folder import (
     newest_checkpoint,
     rl_state_of,
 )
-from verifiers_rl.sync.adapters import check_adapter
+from verifiers_rl.sync.sources import check_adapter
 
 logger = logging.getLogger(__name__)
 

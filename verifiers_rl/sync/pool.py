@@ -33,7 +33,7 @@ from verifiers_rl.inference import (
     ServerLostError,
     wait_for_servers,
 )
-from verifiers_rl.sync.adapters import choose_lora_sync
+from verifiers_rl.sync.sources import choose_lora_sync
 from verifiers_rl.sync.weight_sync import WeightSync, push_to_all
 
 logger = logging.getLogger(__name__)
