@@ -192,7 +192,7 @@ def test_weights_in_the_middle_of_a_step_are_not_saved(make_trainer, capfd):
 
 
 def test_an_upload_a_wait_and_a_lost_server_end_with_a_signal(make_trainer, monkeypatch):
-    monkeypatch.setattr("verifiers_rl.process.waiting.LOOK_S", 0.01)
+    monkeypatch.setattr("verifiers_rl.process.waiting.POLL_S", 0.01)
     from concurrent.futures import Future
 
     from verifiers_rl.inference.client import InferenceClient, ServerLostError

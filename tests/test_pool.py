@@ -167,7 +167,7 @@ def make_pool(monkeypatch):
     """A pool of stand-in servers, and these. `wrong` has the errors of those that are to disagree
     with the trainer.
     """
-    monkeypatch.setattr(pool_module, "LOOK_S", 0.02)
+    monkeypatch.setattr(pool_module, "POLL_S", 0.02)
     made = []
 
     def make(num_servers, timeout_s=5.0, wrong=None):

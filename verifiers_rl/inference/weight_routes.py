@@ -30,7 +30,7 @@ from verifiers_rl.inference.engine_calls import (
     call_engines,
     call_workers,
     is_dying,
-    tell_workers,
+    run_in_workers,
     updating,
 )
 from verifiers_rl.inference.expected import fit_to_server
@@ -257,10 +257,10 @@ class WeightRoutes:
         all hear that the push is given up.
 
         Raises:
-            The error of `coming`, or what `tell_workers` raises.
+            The error of `coming`, or what `run_in_workers` raises.
         """
         waiting = asyncio.ensure_future(coming)
-        working = asyncio.ensure_future(tell_workers(self.vllm.engine_client, timeout_s, *call))
+        working = asyncio.ensure_future(run_in_workers(self.vllm.engine_client, timeout_s, *call))
         try:
             await asyncio.wait([waiting, working], return_when=asyncio.FIRST_COMPLETED)
             error = waiting.exception() if waiting.done() else None

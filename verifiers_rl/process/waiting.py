@@ -11,8 +11,7 @@ from verifiers_rl.process.interrupts import raise_if_interrupted, say
 
 QUIET_S = 5.0  # shorter waits are not worth a line
 LONGEST_SILENCE_S = 60.0
-LOOK_S = 1.0  # between two looks at what is awaited
-POLL_S = 0.2  # the same in `wait_until`
+POLL_S = 0.2  # between two looks at what is awaited
 
 
 class WaitingLine:
@@ -60,7 +59,7 @@ def result_of(future: Future[Any], deadline_s: float, describe: Callable[[], str
     """
     deadline, line = time.monotonic() + deadline_s, WaitingLine(describe)
     while (left_s := deadline - time.monotonic()) > 0:
-        if wait([future], timeout=min(left_s, LOOK_S)).done:
+        if wait([future], timeout=min(left_s, POLL_S)).done:
             return future.result()
         line.show()
     raise TimeoutError

@@ -38,7 +38,7 @@ from verifiers_rl.sync.weight_sync import WeightSync, push_to_all
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 2.0  # between two looks at a replica
+POLL_S = 2.0  # between two looks at a replica
 
 
 class Replica:
@@ -206,7 +206,7 @@ class ServerPool:
             InferenceServerError: none has, and waiting would not help.
         """
         with ThreadPoolExecutor(len(self.replicas)) as threads:
-            list(threads.map(self._look_at, self._serving()))
+            list(threads.map(self._poll, self._serving()))
         if not self._serving():
             raise self._error_of_all()
 
@@ -281,15 +281,15 @@ class ServerPool:
         self._stop.clear()
 
         def watch(replica: Replica) -> None:
-            while not self._stop.wait(LOOK_S):
-                self._look_at(replica)
+            while not self._stop.wait(POLL_S):
+                self._poll(replica)
 
         for replica in self.replicas[len(self._watching) :]:
             thread = threading.Thread(target=watch, args=(replica,), name="replica", daemon=True)
             thread.start()
             self._watching.append(thread)
 
-    def _look_at(self, replica: Replica) -> None:
+    def _poll(self, replica: Replica) -> None:
         sync = replica.sync
         try:
             if sync is None or replica.policy_version is None:
@@ -317,7 +317,7 @@ class ServerPool:
                     continue
                 self.replicas = [*self.replicas, new]
             logger.warning("the server at %s joins the run", new.url)
-            self._look_at(new)
+            self._poll(new)
 
     def _find(self, replica: Replica) -> dict[str, Any]:
         """Take in a replica that answers; return its status.

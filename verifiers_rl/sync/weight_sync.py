@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 LAST_WORD_S = 60.0  # for the server's answer, when NCCL has failed on our side
 # Seconds that a push waits for a server that makes no progress while the others do.
 STALL_S = 60.0
-LOOK_S = 0.5
+POLL_S = 0.5
 
 
 def choose_backend(
@@ -333,7 +333,7 @@ class Together:
         start, deadline, todo = time.monotonic(), math.inf, {*self._running}
         line = WaitingLine(lambda: f"{len(todo)} of {len(self._running)} servers to take weights")
         while todo:
-            done, todo = wait(todo, LOOK_S, FIRST_COMPLETED)
+            done, todo = wait(todo, POLL_S, FIRST_COMPLETED)
             now = time.monotonic()
             for future in done:
                 if (error := future.exception()) is not None:
