@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlencode
 
@@ -146,11 +145,7 @@ class InferenceClient:
             num_bytes: of weights that the caller writes; none if NCCL carries them meanwhile.
         """
         path = f"/weight_sync/receive?{urlencode(fields)}"
-        headers = {
-            "Content-Type": "application/octet-stream",
-            "Content-Length": str(num_bytes),
-        }
-        return ControlRequest(self, path, timeout_s=timeout_s, headers=headers)
+        return ControlRequest(self, path, timeout_s=timeout_s, num_bytes=num_bytes)
 
     def complete(self, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """POST /v1/completions, a route of vLLM itself."""
@@ -209,7 +204,7 @@ class ControlRequest:
         client: to the server.
         fields: the body as JSON, if it has one.
         timeout_s: deadline of connecting, of each write, and of the reply.
-        headers: those that say more, or other than what follows from `fields`.
+        num_bytes: that `write` will send in place of `fields`.
     """
 
     def __init__(
@@ -219,15 +214,14 @@ class ControlRequest:
         fields: Any = None,
         timeout_s: float = 30.0,
         method: str = "POST",
-        headers: Mapping[str, str] = MappingProxyType({}),
+        num_bytes: int = 0,
     ) -> None:
         self._url, self._method, self._path = client.base_url, method, path
         self._body = b"" if fields is None else json.dumps(fields).encode()
         self._headers = {
             "Content-Type": "application/json",
-            "Content-Length": str(len(self._body)),
+            "Content-Length": str(len(self._body) + num_bytes),
             **client.authorization(),
-            **headers,
         }
         self._http = http.client.HTTPConnection(client.host, client.port, timeout_s)
         self._reply: http.client.HTTPResponse | None = None

@@ -74,8 +74,7 @@ class Gateway:
                 body = await Request(scope, receive).body()
                 fields, config = json.loads(body), scope["app"].state.engine_client.model_config
                 tokens = TokenRequest(fields, config.get_vocab_size(), config.max_model_len)
-                body = json.dumps(fields).encode()
-                scope, receive = with_body(scope | {"path": CHAT_PATH}, body, receive)
+                scope, receive = with_body(scope, json.dumps(fields).encode(), receive)
         except ValueError as problem:
             return await error(400, str(problem))(scope, receive, send)
         except ClientDisconnect:
@@ -126,15 +125,15 @@ def refusal_of(scope: Any, args: Any, path: str) -> JSONResponse | None:
 
 
 def with_body(scope: Any, body: bytes, receive: Any) -> tuple[Any, Any]:
-    """Return a request's ASGI `scope` and `receive`, with another body that has not been read."""
-    headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
-    headers.append((b"content-length", str(len(body)).encode()))
+    """Return the ASGI `scope` and `receive` of a chat request with this body, which has not been
+    read.
+    """
     bodies = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive_again() -> Any:
         return bodies.pop() if bodies else await receive()
 
-    return scope | {"headers": headers, "raw_path": scope["path"].encode()}, receive_again
+    return scope | {"path": CHAT_PATH, "raw_path": CHAT_PATH.encode()}, receive_again
 
 
 def add_headers(headers: MutableHeaders, generation: Generation) -> None:

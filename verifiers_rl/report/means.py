@@ -20,16 +20,14 @@ def batch_metrics(groups: Groups) -> dict[str, float]:
     by_env = _by_env(groups)
     for env, own in by_env.items():
         survivors = _survivors(own)
-        if len(by_env) > 1:
-            metrics |= {f"{env}/{name}": value for name, value in _of_batch(own).items()}
-            metrics[f"{env}/group_share"] = len(own) / len(groups)
-        roles = group_by_role(survivors)
-        if len(roles) > 1:
-            for role in roles:
-                mean = float(np.mean([rollout.reward for rollout in role]))
-                metrics[f"{env}/{role[0].role}/reward"] = mean
         scores = _mean_scores(survivors, len(survivors))
-        metrics |= {f"{env}/{name}": scores[name] for name in scores if name not in metrics}
+        found = {name: scores[name] for name in scores if name not in metrics}
+        if len(roles := group_by_role(survivors)) > 1:
+            rewards = {role[0].role: [rollout.reward for rollout in role] for role in roles}
+            found |= {f"{role}/reward": float(np.mean(own)) for role, own in rewards.items()}
+        if len(by_env) > 1:
+            found |= {**_of_batch(own), "group_share": len(own) / len(groups)}
+        metrics |= {f"{env}/{name}": value for name, value in found.items()}
     return metrics
 
 

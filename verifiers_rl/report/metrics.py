@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 import math
 import re
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -313,9 +312,8 @@ def device_metrics(device: torch.device, num_flops: int, seconds: float) -> dict
     if device.type != "cuda":
         import resource
 
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        return {"peak_memory_gb": peak_rss / 1e9}
+        peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return {"peak_memory_gb": peak_kib * 1024 / 1e9}
     metrics = {"peak_memory_gb": torch.cuda.max_memory_allocated(device) / 1e9}
     torch.cuda.reset_peak_memory_stats(device)
     peak = peak_flops(torch.cuda.get_device_name(device))
