@@ -24,7 +24,7 @@ def batch_metrics(groups: Groups) -> dict[str, float]:
         found = {name: scores[name] for name in scores if name not in metrics}
         if len(roles := group_by_role(survivors)) > 1:
             rewards = {role[0].role: [rollout.reward for rollout in role] for role in roles}
-            found |= {f"{role}/reward": float(np.mean(own)) for role, own in rewards.items()}
+            found |= {f"{role}/reward": float(np.mean(values)) for role, values in rewards.items()}
         if len(by_env) > 1:
             found |= {**_of_batch(own), "group_share": len(own) / len(groups)}
         metrics |= {f"{env}/{name}": value for name, value in found.items()}
