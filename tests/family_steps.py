@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from tests.helpers import StubSink, StubSource
 from verifiers_rl import RLConfig, RLTrainer
-from verifiers_rl.inference.expected import as_served, check_plan, expected_shapes
+from verifiers_rl.inference.expected import as_served, check_plan, trained_model
 from verifiers_rl.logprobs import (
     chunked_logprobs_and_entropy,
     hidden_states_in_place_of_logits,
@@ -125,8 +125,9 @@ def what_travels(folder: Path, model: Any, lora_sync: Any = "merged") -> set[str
     shapes = {name: source.shape for name, source in sources.items()}
     plan = TransferPlan(tensors=shapes, dtype="float32", bucket_bytes=2**20, adapter=adapter)
     config = AutoConfig.from_pretrained(folder)
-    check_plan(plan, expected_shapes(config, plan.kind), "float32")
-    return {*as_served(plan, config).tensors}
+    served = trained_model(config)
+    check_plan(plan, served, "float32")
+    return {*as_served(plan, served, config).tensors}
 
 
 def text_names(folder: Path) -> set[str]:

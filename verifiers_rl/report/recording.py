@@ -179,15 +179,15 @@ class RolloutFiles(TrainerCallback):
         """Let the thread write these rollouts. Wait until it has written those before."""
 
         async def write() -> None:
-            kept = {id(rollout) for rollout in batch.rollouts} if batch is not None else ()
             number_of = {id(s): i for i, s in enumerate(batch.samples)} if batch is not None else {}
             rows = []
             for number, group in enumerate(groups):
                 for rollout in group:
-                    row = row_of(rollout, step, split, number, id(rollout) in kept)
                     samples = [
                         (number_of.get(id(sample), -1), sample) for sample in rollout.samples
                     ]
+                    is_kept = any(n >= 0 for n, _ in samples)
+                    row = row_of(rollout, step, split, number, is_kept)
                     if values is not None and any(n in values.of_samples for n, _ in samples):
                         assert self._texts is not None
                         row |= {"has_tokens": True, **token_columns(samples, values, self._texts)}
