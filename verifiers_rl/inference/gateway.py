@@ -25,6 +25,7 @@ from starlette.websockets import WebSocketClose
 
 from verifiers_rl.inference.client import TOKEN_VARIABLE
 from verifiers_rl.inference.generation import Generation, TokenRequest, current_generation
+from verifiers_rl.inference.packed_tokens import VERSIONS_HEADER
 from verifiers_rl.inference.weight_routes import WeightRoutes
 
 CHAT_PATH = "/v1/chat/completions"
@@ -34,7 +35,6 @@ PUBLIC_PATHS = ("/health", "/version", "/metrics")
 # vLLM's other routes are not served: some of them control vLLM without a token, and others generate
 # tokens in ways of their own.
 OTHER_PATHS = ("/v1/models", "/tokenize", "/detokenize", *PUBLIC_PATHS)
-VERSIONS_HEADER = "x-policy-versions"
 
 
 class Gateway:

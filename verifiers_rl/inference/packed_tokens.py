@@ -29,6 +29,7 @@ import numpy as np
 
 FIELD = "packed_tokens"
 MASK_FIELD = "sampling_mask"
+VERSIONS_HEADER = "x-policy-versions"  # of any reply, see gateway.py
 _ID, _LOGPROB = np.dtype("<i4"), np.dtype("<f4")
 
 

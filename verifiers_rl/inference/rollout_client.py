@@ -18,6 +18,7 @@ from openai import APIConnectionError, APITimeoutError, AsyncOpenAI, DefaultAsyn
 
 from verifiers_rl.inference.client import generation_key
 from verifiers_rl.inference.packed_tokens import (
+    VERSIONS_HEADER,
     pack_ids,
     unpack_experts,
     unpack_mask,
@@ -26,7 +27,6 @@ from verifiers_rl.inference.packed_tokens import (
 from verifiers_rl.inference.session import RolloutSession, SessionLostError
 
 CONNECT_S = 60.0  # deadline of a connection
-VERSIONS_HEADER = "x-policy-versions"
 
 
 @dataclass(frozen=True)
