@@ -53,7 +53,7 @@ class RolloutFiles(TrainerCallback):
         self._folder = Path(trainer.args.output_dir)
         self._is_main = trainer.args.process_index == 0
         self._values: TokenValues | None = None  # of this step
-        self._texts: TokenTexts | None = None
+        self._texts = TokenTexts(trainer.processing_class)
         self._writer: RolloutWriter | None = None  # during a run, as are
         self._thread: LoopThread | None = None  # that of the writer, and
         self._job: Future[None] | None = None  # what it was given last
@@ -136,8 +136,6 @@ class RolloutFiles(TrainerCallback):
         batch = self._trainer.batch
         if self._writer is None or batch is None:
             return
-        if self._values is not None and self._texts is None:
-            self._texts = TokenTexts(self._trainer.processing_class)
         groups = batch.groups or [batch.rollouts]
         self._append("train", state.global_step, groups, batch, self._values)
 
@@ -189,7 +187,6 @@ class RolloutFiles(TrainerCallback):
                     is_kept = any(n >= 0 for n, _ in samples)
                     row = row_of(rollout, step, split, number, is_kept)
                     if values is not None and any(n in values.of_samples for n, _ in samples):
-                        assert self._texts is not None
                         row |= {"has_tokens": True, **token_columns(samples, values, self._texts)}
                     rows.append(row)
             if self._writer is not None:
