@@ -4,7 +4,6 @@ before any memory is allocated for the push.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from verifiers_rl.sync import full_sources, in_checkpoint_form
 from verifiers_rl.sync.plan import TransferPlan
 
 _PEFT_PREFIX = "base_model.model."
-_ADAPTER_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_[AB]\.weight")
 
 
 def fit_to_server(plan: TransferPlan, vllm_config: Any) -> TransferPlan:
@@ -143,14 +141,14 @@ def _adapter_shapes(
     """Return the shapes of both matrices for each module of which the plan has at least one."""
     expected: dict[str, tuple[int, ...]] = {}
     for name in plan.tensors:
-        match = _ADAPTER_NAME.fullmatch(name)
-        weight = shapes.get(f"{match['module']}.weight", ()) if match else ()
-        if match is None or len(weight) != 2:
+        module = name.removeprefix(_PEFT_PREFIX).rpartition(".lora_")[0]
+        weight = shapes.get(f"{module}.weight", ())
+        if len(weight) != 2:
             raise ValueError(
                 f"tensor {name!r} belongs to no linear layer of the served model; "
                 "set lora_sync='merged' if it is an embedding's"
             )
-        prefix = f"{_PEFT_PREFIX}{match['module']}"
+        prefix = f"{_PEFT_PREFIX}{module}"
         expected[f"{prefix}.lora_A.weight"] = (rank, weight[1])
         expected[f"{prefix}.lora_B.weight"] = (weight[0], rank)
     return expected
