@@ -143,7 +143,7 @@ def _adapter_shapes(
     for name in plan.tensors:
         module = name.removeprefix(_PEFT_PREFIX).rpartition(".lora_")[0]
         weight = shapes.get(f"{module}.weight", ())
-        if len(weight) != 2:
+        if len(weight) != 2 or ".lora_embedding_" in name:
             raise ValueError(
                 f"tensor {name!r} belongs to no linear layer of the served model; "
                 "set lora_sync='merged' if it is an embedding's"
