@@ -27,6 +27,9 @@ from verifiers_rl.inference.packed_tokens import (
 from verifiers_rl.inference.session import RolloutSession, SessionLostError
 
 CONNECT_S = 60.0  # deadline of a connection
+# A request ends so long after the deadline of its rollout, which comes first. It may be in another
+# task: verifiers' endpoint sends it for a program.
+BEHIND_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -154,8 +157,8 @@ class ServerClient(AsyncOpenAI):
 
     async def _send(self, url: str, data: str, headers: dict[str, str]) -> httpx.Response:
         """Send a request once. Returns the reply with the header that speaks of its tokens."""
-        # The rollout's deadline also ends what a program of its own waits for.
-        total_s = self._rollout.left_s or self._timeout_s
+        left_s = self._rollout.left_s
+        total_s = self._timeout_s if left_s is None else left_s + BEHIND_S
         timeout = aiohttp.ClientTimeout(total_s, sock_connect=CONNECT_S)
         async with (
             self._rollout.watching(),

@@ -69,7 +69,7 @@ class RolloutSession:
     def left_s(self) -> float | None:
         """Seconds until the deadline; None without one."""
         when = self._timeout.when() if self._timeout is not None else None
-        return None if when is None else max(when - asyncio.get_running_loop().time(), 0.001)
+        return None if when is None else max(when - asyncio.get_running_loop().time(), 0.0)
 
     def with_seed(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the body of the rollout's next request with its seed, unless it has its own."""
