@@ -145,13 +145,9 @@ def test_a_reply_keeps_the_policy_versions_of_its_own_request():
 @pytest.mark.parametrize("by_another_task", [False, True])
 def test_a_request_ends_at_the_deadline_of_its_rollout(by_another_task):
     """Also one that verifiers' endpoint sends for a program."""
-    ended = asyncio.Event()
 
     async def handler(request):
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
+        await asyncio.Event().wait()
 
     async def run():
         async with serving(handler) as url:
