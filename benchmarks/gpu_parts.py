@@ -64,12 +64,12 @@ def train(path: Path) -> None:
     from verifiers_rl.sync.sources import what_to_send
 
     class Sink(StubSink):
-        def push(self, model: Any, policy_version: int, in_flight: str) -> dict[str, float]:
+        def push(self, model: Any, policy_version: int) -> dict[str, float]:
             sources, _ = what_to_send(model, "merged")
             weights = packed_weights(sources, model)
             weights = {name: weight.float().cpu() for name, weight in weights.items()}
             torch.save(weights, path)
-            return super().push(model, policy_version, in_flight)
+            return super().push(model, policy_version)
 
     with tempfile.TemporaryDirectory() as folder:
         args = RLConfig(

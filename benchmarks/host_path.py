@@ -214,6 +214,7 @@ def cost_in_server(way: str, num_rollouts: int, length: int) -> dict[str, float]
     from examples.warm_start import make_tokenizer
     from verifiers_rl.inference.engine import SampledTokens
     from verifiers_rl.inference.generation import Generation, TokenRequest
+    from verifiers_rl.inference.packed_tokens import pack_ids
 
     tokenizer = make_tokenizer()
     asked: Any = SimpleNamespace(sampling_params=SamplingParams(logprobs=0))
@@ -221,13 +222,12 @@ def cost_in_server(way: str, num_rollouts: int, length: int) -> dict[str, float]
     chat.return_tokens_as_token_ids = False
 
     def serve(token_ids: np.ndarray, logprobs: np.ndarray) -> bytes:
-        fields = {"tokens": [1], "packed_tokens": way == "after"}
-        tokens = TokenRequest(fields, VOCAB, 2 * MAX_TOKENS)
-        generation = Generation(tokens=tokens)
+        is_packed = way == "after"
+        tokens = TokenRequest({"tokens": pack_ids([1])}, VOCAB, 2 * MAX_TOKENS)
+        generation = Generation(tokens if is_packed else None)
         processor = LogprobsProcessor.from_new_request(tokenizer, asked)
-        if tokens.is_packed:
+        if is_packed:
             processor.logprobs, processor.tokenizer = SampledTokens(False), None
-        generation.state = SimpleNamespace(logprobs_processor=processor)
         ranks = np.ones(1, np.int32)
         for at in range(length):  # the engine sends one token a step
             here = slice(at, at + 1)
@@ -235,20 +235,21 @@ def cost_in_server(way: str, num_rollouts: int, length: int) -> dict[str, float]
                 LogprobsLists(token_ids[here, None], logprobs[here, None], ranks)
             )
         ids = token_ids.tolist()
-        generation.end(SimpleNamespace(token_ids=ids, weight_versions=None))
+        kept = processor.logprobs
+        generation.end(SimpleNamespace(token_ids=ids, logprobs=kept, weight_versions=None))
         content = None
-        if not tokens.is_packed:
+        if not is_packed:
             content = chat._create_chat_logprobs(
                 token_ids=ids, top_logprobs=processor.logprobs, tokenizer=tokenizer,
                 num_output_top_logprobs=0,
             )  # fmt: skip
         choice = ChatCompletionResponseChoice(
             index=0, message=ChatMessage(role="assistant", content=""), logprobs=content,
-            token_ids=None if tokens.is_packed else ids,
+            token_ids=None if is_packed else ids,
         )  # fmt: skip
         response = ChatCompletionResponse(model="m", choices=[choice], usage=UsageInfo())
-        body = JSONResponse(response.model_dump()).body
-        return generation.splice(bytes(body))
+        body = bytes(JSONResponse(response.model_dump()).body)
+        return body[:1] + generation.packed + body[1:]
 
     inputs = [sampled_by_the_server(length, seed) for seed in range(4)]
     serve(*inputs[0])

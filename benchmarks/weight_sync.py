@@ -230,7 +230,7 @@ def main() -> None:
 
 
 def push(syncs: list[WeightSync], model: nn.Module) -> None:
-    errors = push_to_all(syncs, model, 0, "recompute")
+    errors = push_to_all(syncs, model, 0)
     if any(errors):
         raise RuntimeError(errors)
 

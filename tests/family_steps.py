@@ -17,7 +17,7 @@ from verifiers_rl.forward import (
     reason_against_sharing_prefixes,
     reason_against_sharing_rows,
 )
-from verifiers_rl.inference.expected import as_served, check_plan, expected_shapes
+from verifiers_rl.inference.expected import as_served, check_plan, trained_model
 from verifiers_rl.logprobs import (
     chunked_logprobs_and_entropy,
     hidden_states_in_place_of_logits,
@@ -124,8 +124,9 @@ def what_travels(folder: Path, model: Any, lora_sync: Any = "merged") -> set[str
     shapes = {name: source.shape for name, source in sources.items()}
     plan = TransferPlan(tensors=shapes, dtype="float32", bucket_bytes=2**20, adapter=adapter)
     config = AutoConfig.from_pretrained(folder)
-    check_plan(plan, expected_shapes(config, plan.kind), "float32")
-    return {*as_served(plan, config).tensors}
+    served = trained_model(config)
+    check_plan(plan, served, "float32")
+    return {*as_served(plan, served, config).tensors}
 
 
 def text_names(folder: Path) -> set[str]:

@@ -278,11 +278,9 @@ def packed_weights(
     return found
 
 
-def push_to(
-    sync: WeightSync, model: Any, policy_version: int, in_flight: Any = "recompute"
-) -> None:
+def push_to(sync: WeightSync, model: Any, policy_version: int) -> None:
     """Push these weights to one server; raise its error."""
-    (error,) = push_to_all([sync], model, policy_version, in_flight)
+    (error,) = push_to_all([sync], model, policy_version)
     if error is not None:
         raise error
 
@@ -596,11 +594,9 @@ class StubSink:
     def __init__(self) -> None:
         self.policy_version: int | None = None
         self.pushed: list[int] = []
-        self.in_flight: list[str] = []
 
-    def push(self, model: torch.nn.Module, policy_version: int, in_flight: str) -> dict[str, float]:
+    def push(self, model: torch.nn.Module, policy_version: int) -> dict[str, float]:
         self.pushed.append(policy_version)
-        self.in_flight.append(in_flight)
         self.policy_version = policy_version
         return {"sync_s": 0.0}
 

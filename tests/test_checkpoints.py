@@ -192,7 +192,7 @@ def test_weights_in_the_middle_of_a_step_are_not_saved(make_trainer, capfd):
 
 
 def test_an_upload_a_wait_and_a_lost_server_end_with_a_signal(make_trainer, monkeypatch):
-    monkeypatch.setattr("verifiers_rl.process.waiting.LOOK_S", 0.01)
+    monkeypatch.setattr("verifiers_rl.process.waiting.POLL_S", 0.01)
     from concurrent.futures import Future
 
     from verifiers_rl.inference.client import InferenceClient, ServerLostError
@@ -536,7 +536,7 @@ def test_a_run_that_is_killed_behind_its_last_step_is_finished_by_resuming(
         )  # fmt: skip
     elif place == "push":
         push = sink.push
-        sink.push = lambda model, version, how: die() if version == 2 else push(model, version, how)
+        sink.push = lambda model, version: die() if version == 2 else push(model, version)
         options["eval_strategy"] = trainer.args.eval_strategy = "no"
         del options["eval_steps"]
     with pytest.raises(KilledError):

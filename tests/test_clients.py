@@ -142,91 +142,29 @@ def test_a_reply_keeps_the_policy_versions_of_its_own_request():
     assert asyncio.run(run()) == [[(0, 3)], [(0, 4)], None]
 
 
-def timed(handler, timeout_s=0.5, pause_s=0.0, num_posts=1):
-    """Requests one after the other inside a deadline; the replies, and the session."""
+@pytest.mark.parametrize("by_another_task", [False, True])
+def test_a_request_ends_at_the_deadline_of_its_rollout(by_another_task):
+    """Also one that verifiers' endpoint sends for a program."""
+
+    async def handler(request):
+        await asyncio.Event().wait()
 
     async def run():
         async with serving(handler) as url:
-            client = ServerClient(f"{url}/v1", 10.0)
-            session, replies = RolloutSession(0), []
+            client, session = ServerClient(f"{url}/v1", 60.0), RolloutSession(0)
+            ask = client.of_rollout(session).post(
+                "/chat/completions", cast_to=httpx.Response, body={"messages": []}
+            )
             try:
-                async with session.limited(timeout_s) as deadline:
-                    for _ in range(num_posts):
-                        reply = await client.of_rollout(session).post(
-                            "/chat/completions", cast_to=httpx.Response, body={"messages": []}
-                        )
-                        replies.append(reply)
-                    await asyncio.sleep(pause_s)
-                    session.left_at_end_s = session.left_s
-            except (TimeoutError, openai.APIStatusError) as error:
-                replies.append(error)
+                asking = asyncio.ensure_future(ask) if by_another_task else ask
+                with pytest.raises(TimeoutError):
+                    async with session.limited(0.2):
+                        await (asyncio.sleep(60) if by_another_task else asking)
+                if by_another_task:
+                    with pytest.raises(openai.APITimeoutError):
+                        await asyncio.wait_for(asking, 5)
             finally:
                 await client.close()
-            return replies, deadline
+            assert session.has_passed and session.left_s is None
 
-    return asyncio.run(run())
-
-
-def queued_for(seconds, queued_s):
-    async def handler(request):
-        await asyncio.sleep(seconds)
-        return web.json_response(REPLY, headers={"X-Queued-S": str(queued_s)})
-
-    return handler
-
-
-def test_time_in_the_servers_queue_does_not_count_against_a_rollouts_deadline():
-    replies, deadline = timed(queued_for(0.8, queued_s=0.75))
-    assert [reply.status_code for reply in replies] == [200]
-    assert not deadline.has_passed
-    # What the request took without the queue counts, and so does time between requests.
-    replies, deadline = timed(queued_for(0.8, queued_s=0.1), num_posts=2)
-    assert isinstance(replies[-1], TimeoutError) and deadline.is_cause_of(replies[-1])
-    replies, deadline = timed(queued_for(0.4, queued_s=0.4), pause_s=0.7)
-    assert [type(reply).__name__ for reply in replies] == ["Response", "TimeoutError"]
-
-
-def test_a_request_carries_what_is_left_of_the_deadline():
-    limits = []
-
-    async def handler(request):
-        limits.append(float(request.headers["X-Reply-Timeout-S"]))
-        await asyncio.sleep(0.2)
-        return web.json_response(REPLY)
-
-    timed(handler, timeout_s=5.0, num_posts=2)
-    assert 4.8 < limits[0] <= 5.0 and 4.5 < limits[1] <= limits[0] - 0.2
-
-
-def test_a_reply_that_the_server_ended_at_the_deadline_is_a_timeout_with_its_length():
-    num_requests = 0
-
-    async def handler(request):
-        nonlocal num_requests
-        num_requests += 1
-        headers = {"X-Queued-S": "0.1", "X-Num-Tokens": "1234"}
-        return web.json_response({"error": "it took longer"}, status=504, headers=headers)
-
-    (error,), deadline = timed(handler)
-    assert error.status_code == 504 and num_requests == 1  # not tried again
-    assert deadline.is_cause_of(error) and deadline.num_lost_tokens == 1234
-
-
-@pytest.mark.parametrize("status", [429, 503])
-def test_a_busy_server_is_waited_for(status):
-    statuses = [status, status, 200]
-
-    async def handler(request):
-        return web.json_response(REPLY, status=statuses.pop(0))
-
-    replies, deadline = timed(handler, timeout_s=0.7)  # and the waiting does not count
-    assert [reply.status_code for reply in replies] == [200] and not statuses
-    assert deadline.left_at_end_s > 0.5
-
-
-def test_without_a_deadline_a_busy_server_is_waited_for_until_the_requests_own(monkeypatch):
-    async def handler(request):
-        return web.json_response({"error": "busy"}, status=503)
-
-    with pytest.raises(openai.InternalServerError, match="busy"):
-        post(handler, timeout_s=0.6)
+    asyncio.run(run())

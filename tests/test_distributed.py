@@ -19,7 +19,7 @@ from verifiers_rl.distributed import (
     broadcast_batch, broadcast_outcome, let_gloo_threads_finish, scatter_samples
 )
 from verifiers_rl.packing import plan_microbatches
-from verifiers_rl.report.token_values import TokenValues
+from verifiers_rl.report.metrics import TokenValues
 from verifiers_rl.types import Batch, Rollout
 
 distributed.init_process_group("gloo")

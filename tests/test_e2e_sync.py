@@ -40,7 +40,7 @@ from verifiers_rl.inference.client import (
     InferenceServerError,
     ServerLostError,
 )
-from verifiers_rl.inference.packed_tokens import unpack_experts, unpack_sampled
+from verifiers_rl.inference.packed_tokens import pack_ids, unpack_experts, unpack_sampled
 from verifiers_rl.models import load_policy
 from verifiers_rl.router_replay import replay_experts, routers_of
 from verifiers_rl.sync.weight_sync import WeightSync
@@ -252,7 +252,7 @@ def test_weights_arrive_in_both_data_parallel_engines(models, connect, tmp_path,
             for engine in range(2):
                 assert largest_difference(model, server, sync.model_name, engine) < 1e-4, engine
         if kind == "adapter":
-            check_tokens_on_both_sides(kind, models[False], server, connect, "keep", num_requests=2)
+            check_tokens_on_both_sides(kind, models[False], server, connect, num_requests=2)
             check_a_killed_trainer(kind, models[False], server, connect)
             # Killed, it leaves nothing: engines, workers, and what coordinates them.
             assert len(group_of(server)) >= 6  # server, coordinator, two engines, two workers
@@ -347,8 +347,8 @@ def test_the_trainer_uses_the_experts_that_the_server_chose(expert_server, conne
         of_prompt = torch.Generator().manual_seed(seed)
         prompt = torch.randint(3, 250, (20 + seed,), generator=of_prompt).tolist()
         body = {"model": sync.model_name, "messages": [{"role": "user", "content": ""}]}
-        body |= {"tokens": prompt, "max_tokens": 60, "ignore_eos": True, "temperature": 1.0}
-        body |= {"packed_tokens": True}
+        body |= {"tokens": pack_ids(prompt), "max_tokens": 60, "ignore_eos": True}
+        body |= {"temperature": 1.0}
         url = f"{server.url}/v1/chat/completions/tokens"
         answer = httpx.post(url, json=body, timeout=60, trust_env=False)
         assert answer.status_code == 200, answer.text
@@ -566,17 +566,15 @@ def test_the_server_as_a_teacher_gives_the_models_own_logprobs(full_server, conn
     np.testing.assert_allclose(logprobs[1:], own[:, 0], atol=1e-4)
 
 
-@pytest.mark.parametrize("in_flight", ["recompute", "keep"])
-def test_tokens_on_both_sides_of_a_full_push_carry_their_version(full_server, connect, in_flight):
-    check_tokens_on_both_sides("full", *full_server, connect, in_flight)
+def test_tokens_on_both_sides_of_a_full_push_carry_their_version(full_server, connect):
+    check_tokens_on_both_sides("full", *full_server, connect)
 
 
-@pytest.mark.parametrize("in_flight", ["recompute", "keep"])
-def test_tokens_on_both_sides_of_an_adapter_push_carry_theirs(lora_server, connect, in_flight):
-    check_tokens_on_both_sides("adapter", *lora_server, connect, in_flight)
+def test_tokens_on_both_sides_of_an_adapter_push_carry_theirs(lora_server, connect):
+    check_tokens_on_both_sides("adapter", *lora_server, connect)
 
 
-def check_tokens_on_both_sides(kind, folder, server, connect, in_flight, num_requests=1):
+def check_tokens_on_both_sides(kind, folder, server, connect, num_requests=1):
     models = [policy(folder, kind) for _ in range(2)]
     for seed, model in enumerate(models):
         perturb(model, seed)
@@ -585,7 +583,7 @@ def check_tokens_on_both_sides(kind, folder, server, connect, in_flight, num_req
         push_to(sync, models[0], 0)
         running = [LongRequest(server, sync.model_name, engine) for engine in range(num_requests)]
         time.sleep(0.02 + 0.02 * attempt)
-        push_to(sync, models[1], 1, in_flight=in_flight)
+        push_to(sync, models[1], 1)
         results = [request.result() for request in running]
         if all(len(spans) == 2 for _, _, spans in results):
             break
@@ -596,11 +594,8 @@ def check_tokens_on_both_sides(kind, folder, server, connect, in_flight, num_req
         old, new = (logprobs_under(model, token_ids) for model in models)
         difference = [abs(a - b) for a, b in zip(logprobs, old[:split] + new[split:], strict=True)]
         assert max(difference[:split]) < 1e-4
-        if in_flight == "recompute":
-            assert max(difference[split:]) < 1e-4
-        else:
-            # New weights over the keys and values of the old ones: neither policy's logprobs.
-            assert max(difference[split:]) > 1e-3
+        # New weights over the keys and values of the old ones: neither policy's logprobs.
+        assert max(difference[split:]) > 1e-3
     # What the push left in the prefix cache serves nobody after it.
     assert largest_difference(models[1], server, sync.model_name) < 1e-4
 
@@ -613,7 +608,7 @@ def test_every_way_to_generate_is_cut_where_a_push_meets_it(full_server, connect
     bodies = {
         "/v1/completions": {**chat, "prompt": "a"},
         "/v1/chat/completions": chat,
-        "/v1/chat/completions/tokens": {**chat, "tokens": PROMPT[:40]},
+        "/v1/chat/completions/tokens": {**chat, "tokens": pack_ids(PROMPT[:40])},
     }
     bodies["/v1/completions"].pop("messages")
 
@@ -624,7 +619,7 @@ def test_every_way_to_generate_is_cut_where_a_push_meets_it(full_server, connect
                 for path, body in bodies.items()
             ]
             await asyncio.sleep(0.05 + 0.02 * version)
-            await asyncio.to_thread(sync.push, model, version)
+            await asyncio.to_thread(push_to, sync, model, version)
             return await asyncio.gather(*asking)
 
     push_to(sync, model, 0)
@@ -664,7 +659,7 @@ def test_a_prefix_cached_in_flight_serves_no_later_version(full_server, connect)
     time.sleep(0.05)
     for version in (1, 2):
         perturb(model, seed=version)
-        push_to(sync, model, version, in_flight="keep")
+        push_to(sync, model, version)
         assert largest_difference(model, server, sync.model_name) < 1e-4, version
     for request in running:
         request.join(60)

@@ -317,9 +317,9 @@ def after_a_bucket(trainer, version, work):
     sync.bucket_bytes = 50_000
     push = pool.push
 
-    def watched_push(model, policy_version, in_flight):
+    def watched_push(model, policy_version):
         pushed.append(policy_version)
-        return push(model, policy_version, in_flight)
+        return push(model, policy_version)
 
     pool.push = watched_push
     at_bucket(

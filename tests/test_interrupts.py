@@ -54,7 +54,7 @@ def test_a_signal_that_nothing_raises_ends_the_run_when_it_is_done():
 
 
 def test_a_wait_ends_with_a_signal(monkeypatch):
-    monkeypatch.setattr("verifiers_rl.process.waiting.LOOK_S", 0.01)
+    monkeypatch.setattr("verifiers_rl.process.waiting.POLL_S", 0.01)
     raise_if_interrupted()  # without a run
     with pytest.raises(Interrupted), Interrupts().handled(None, says=False):
         threading.Timer(0.1, kill, [signal.SIGINT]).start()

@@ -587,7 +587,7 @@ def test_where_nothing_passes_training_goes_on_without_signal(make_orchestrator,
 def test_waiting_says_how_many_rollouts_are_done(make_orchestrator, monkeypatch, capfd):
     # Lines at 0.2, 0.4 and 0.8 s; of the rollouts, half end after 0.6 s and half after 1.2 s.
     monkeypatch.setattr("verifiers_rl.process.waiting.QUIET_S", 0.2)
-    monkeypatch.setattr("verifiers_rl.process.waiting.LOOK_S", 0.05)
+    monkeypatch.setattr("verifiers_rl.process.waiting.POLL_S", 0.05)
     runner = StubRunner(delay_s=0.6)
     orchestrator = make_orchestrator(runner, max_concurrent=4)
     one_step(orchestrator)

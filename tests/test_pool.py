@@ -83,13 +83,13 @@ def times_made(monkeypatch):
 def test_each_tensor_is_gathered_once_for_three_servers(syncs_to, times_made):
     model, servers = make_tiny_model(), [StubServer(n) for n in range(3)]
     syncs = syncs_to(*servers)
-    assert push_to_all(syncs, model, 7, "recompute") == [None] * 3
+    assert push_to_all(syncs, model, 7) == [None] * 3
     assert all(has_weights_of(server, model) for server in servers)
     assert [server.policy_version for server in servers] == [7] * 3
     assert set(times_made.values()) == {1} and len(times_made) > 10
     with torch.no_grad():
         next(model.parameters()).add_(1)
-    assert push_to_all(syncs, model, 8, "recompute") == [None] * 3
+    assert push_to_all(syncs, model, 8) == [None] * 3
     assert all(has_weights_of(server, model) for server in servers)
     assert set(times_made.values()) == {2}
 
@@ -98,7 +98,7 @@ def test_a_server_that_dies_in_mid_push_costs_itself_only(syncs_to, times_made):
     model, servers = make_tiny_model(), [StubServer(n) for n in range(3)]
     syncs = syncs_to(*servers)
     servers[1].on_write = lambda given_up: servers[1].die()
-    first, second, third = push_to_all(syncs, model, 7, "recompute")
+    first, second, third = push_to_all(syncs, model, 7)
     assert first is None and third is None and isinstance(second, ServerLostError)
     assert has_weights_of(servers[0], model) and has_weights_of(servers[2], model)
     assert [sync.connection is None for sync in syncs] == [False, True, False]
@@ -110,7 +110,7 @@ def test_a_server_that_hangs_is_left_behind(syncs_to):
     syncs = syncs_to(*servers)
     servers[1].on_write = lambda given_up: given_up.wait(30)
     start = time.monotonic()
-    first, second, third = push_to_all(syncs, model, 7, "recompute", stall_s=0.5)
+    first, second, third = push_to_all(syncs, model, 7, stall_s=0.5)
     assert time.monotonic() - start < 15  # not the 30 s of its own deadline
     assert first is None and third is None
     assert isinstance(second, ServerLostError) and "did not end in time" in str(second)
@@ -129,7 +129,7 @@ def test_a_signal_ends_a_push_to_servers_that_hang(syncs_to):
         server.on_write = lambda given_up: told.append(given_up) or given_up.wait(30)
     with pytest.raises(Interrupted), Interrupts().handled(None, says=False):
         sends_sigterm_soon()
-        push_to_all(syncs, make_tiny_model(), 7, "recompute")
+        push_to_all(syncs, make_tiny_model(), 7)
     assert all(sync.connection is None for sync in syncs)
     assert len(told) == 2 and all(given_up.is_set() for given_up in told)
 
@@ -146,9 +146,7 @@ def test_a_push_keeps_two_buckets_in_memory_however_slow_a_server_is(syncs_to, m
     servers[0].on_write = lambda given_up: slow.acquire()
     syncs, errors = syncs_to(*servers, bucket_bytes=40), []
     model = torch.nn.Linear(1, 1)
-    thread = threading.Thread(
-        target=lambda: errors.extend(push_to_all(syncs, model, 7, "recompute"))
-    )
+    thread = threading.Thread(target=lambda: errors.extend(push_to_all(syncs, model, 7)))
     thread.start()
     soon(lambda: len(made) == 2)  # one is sent, and one waits for that
     time.sleep(0.2)
@@ -169,7 +167,7 @@ def make_pool(monkeypatch):
     """A pool of stand-in servers, and these. `wrong` has the errors of those that are to disagree
     with the trainer.
     """
-    monkeypatch.setattr(pool_module, "LOOK_S", 0.02)
+    monkeypatch.setattr(pool_module, "POLL_S", 0.02)
     made = []
 
     def make(num_servers, timeout_s=5.0, wrong=None):
@@ -193,7 +191,7 @@ MODEL = make_tiny_model()
 
 
 def push(pool, version):
-    return pool.push(MODEL, version, "recompute")["num_servers"]
+    return pool.push(MODEL, version)["num_servers"]
 
 
 def soon(holds):

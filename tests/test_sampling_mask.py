@@ -7,7 +7,12 @@ import torch
 from tests.helpers import sent
 from verifiers_rl import RLConfig
 from verifiers_rl.inference.generation import TokenRequest
-from verifiers_rl.inference.packed_tokens import allowed_tokens, pack_sampled, unpack_mask
+from verifiers_rl.inference.packed_tokens import (
+    allowed_tokens,
+    pack_ids,
+    pack_sampled,
+    unpack_mask,
+)
 from verifiers_rl.logprobs import chunked_logprobs_and_entropy, token_logprobs_and_entropy
 from verifiers_rl.packing import collate
 from verifiers_rl.types import ALLOWED_TOKENS, Rollout, Sample
@@ -128,7 +133,7 @@ def test_a_reply_has_the_mask_in_its_packed_tokens():
 
 def test_a_request_with_a_mask_asks_vllm_for_the_likeliest_tokens():
     def make(**fields):
-        fields = {"tokens": [1], "packed_tokens": True, "sampling_mask": True, **fields}
+        fields = {"tokens": pack_ids([1]), "sampling_mask": True, **fields}
         return TokenRequest(fields, vocab_size=300, max_model_len=5), fields
 
     request, fields = make(top_k=100)
@@ -137,8 +142,6 @@ def test_a_request_with_a_mask_asks_vllm_for_the_likeliest_tokens():
     for top_k in (None, -1, 0, 1025, True):
         with pytest.raises(ValueError, match=f"needs top_k from 1 to 1024, not {top_k}"):
             make(top_k=top_k)
-    with pytest.raises(ValueError, match="needs packed_tokens"):
-        make(top_k=5, packed_tokens=False)
     with pytest.raises(ValueError, match="sampling_mask=1: must be true or false"):
         make(top_k=5, sampling_mask=1)
 

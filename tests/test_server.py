@@ -37,6 +37,7 @@ from verifiers_rl.inference.client import (
 from verifiers_rl.inference.engine_calls import answer_of, paused, updating
 from verifiers_rl.inference.gateway import Gateway
 from verifiers_rl.inference.generation import current_generation
+from verifiers_rl.inference.packed_tokens import pack_ids
 from verifiers_rl.inference.port import (
     RESERVED_VARIABLE,
     PortError,
@@ -55,13 +56,10 @@ class Engine:
         num_engines: engine cores, each with a worker.
         work: what a worker does when it is called: takes the method, its number and the arguments,
             returns what it answers.
-        resets: what the engines answer when they are to drop what they have cached.
     """
 
-    def __init__(
-        self, num_engines=1, is_moe=False, is_running=False, work=lambda *_: None, resets=True
-    ):
-        self.num_engines, self.work, self.resets = num_engines, work, resets
+    def __init__(self, num_engines=1, is_moe=False, is_running=False, work=lambda *_: None):
+        self.num_engines, self.work = num_engines, work
         self.calls, self.errored, self.cache_salt = [], False, None
         self.admits = asyncio.Event()
         self.admits.set()
@@ -93,11 +91,6 @@ class Engine:
 
     async def resume_generation(self):
         self.calls.append("resume")
-
-    async def reset_prefix_cache(self, reset_running_requests):
-        assert reset_running_requests
-        self.calls.append("reset")
-        return self.resets
 
 
 @contextmanager
@@ -140,49 +133,33 @@ async def complete(request):
     read = json.loads(await request.body())
     generation = current_generation.get()
     generation.num_completions += read.get("n", 1)
-    generation.begin()
     spans = [SimpleNamespace(start=0, version="3"), SimpleNamespace(start=1, version="4")]
     kept = SimpleNamespace(logprobs=[-1.0, -2.0], counts=[], allowed=[])
-    detokenizer = SimpleNamespace(num_output_tokens=lambda: 2)
-    processor = SimpleNamespace(logprobs=kept)
-    generation.state = SimpleNamespace(logprobs_processor=processor, detokenizer=detokenizer)
-    generation.end(SimpleNamespace(token_ids=[7, 8], weight_versions=spans))
-    await asyncio.sleep(read.get("takes_s", 0))
-    return JSONResponse({"read": read})
+    ended = {"token_ids": [7, 8], "logprobs": kept, "weight_versions": spans}
+    generation.end(SimpleNamespace(**ended))
+    return JSONResponse({"read": read}, read.get("status", 200))
 
 
-def test_a_reply_says_which_policies_sampled_it_and_how_long_it_was_queued():
+def test_a_reply_says_which_policies_sampled_it():
     with server_of() as (client, _):
         reply = answer_to(client, "POST", "/v1/completions", {"prompt": "a"})
         assert reply.json() == {"read": {"prompt": "a"}}
         assert reply.headers["x-policy-versions"] == "0:3,1:4"
-        assert float(reply.headers["x-queued-s"]) >= 0
         reply = answer_to(client, "POST", "/v1/completions", {"prompt": "a", "n": 2})
         assert "x-policy-versions" not in reply.headers  # which of them?
 
 
 def test_a_request_with_tokens_becomes_a_chat_without_them():
-    path, body = "/v1/chat/completions/tokens", {"tokens": [1, 2], "messages": [], "max_tokens": 2}
-    chat = {"messages": [], "max_tokens": 2, "truncate_prompt_tokens": 1}
+    path, body = "/v1/chat/completions/tokens", {"tokens": pack_ids([1, 2]), "messages": []}
+    chat = {"messages": [], "truncate_prompt_tokens": 1}
     with server_of() as (client, _):
-        assert answer_to(client, "POST", path, body).json() == {"read": chat}
-        packed = answer_to(client, "POST", path, body | {"packed_tokens": True}).json()
-        assert packed["read"] == chat and set(packed["packed_tokens"]) == {"token_ids", "logprobs"}
-        for wrong in (body | {"tokens": [10]}, [], {}):
+        reply = answer_to(client, "POST", path, body).json()
+        assert reply["read"] == chat and set(reply["packed_tokens"]) == {"token_ids", "logprobs"}
+        reply = answer_to(client, "POST", path, body | {"status": 500})
+        assert reply.status_code == 500 and "packed_tokens" not in reply.json()
+        for wrong in (body | {"tokens": pack_ids([10])}, [], {}):
             reply = answer_to(client, "POST", path, wrong)
             assert reply.status_code == 400 and reply.json()["error"]
-
-
-def test_a_reply_that_takes_longer_than_its_limit_is_ended():
-    body = {"prompt": "a", "takes_s": 5}
-    limit = "x-reply-timeout-s"
-    with server_of() as (client, _):
-        reply = answer_to(client, "POST", "/v1/completions", body, **{limit: "0.01"})
-        assert reply.status_code == 504 and reply.headers["x-num-tokens"] == "2"
-        body["takes_s"] = 0
-        for given, status in (("5", 200), ("soon", 400), ("-1", 400)):
-            reply = answer_to(client, "POST", "/v1/completions", body, **{limit: given})
-            assert reply.status_code == status
 
 
 def test_no_websocket_reaches_vllm():
@@ -389,8 +366,8 @@ def test_engines_are_paused_where_requests_run_or_they_step_together(
     async def update():
         engine = Engine(num_engines, is_moe, is_running)
         with pytest.raises(RuntimeError, match="broken"):
-            async with updating(engine, 1.0) as runs:
-                assert runs == is_running and not engine.admits.is_set()
+            async with updating(engine, 1.0):
+                assert not engine.admits.is_set()
                 raise RuntimeError("broken")
         assert engine.admits.is_set()
         return engine.calls
@@ -461,7 +438,7 @@ def test_an_engine_that_dies_while_it_is_to_pause_or_resume_holds_nobody_up():
 BUCKET = 2**19
 NUM_BYTES = 4 * BUCKET
 BODY = random.randbytes(NUM_BYTES)
-PUSH = {"policy_version": 3, "in_flight": "keep", "timeout_s": 5.0}
+PUSH = {"policy_version": 3, "timeout_s": 5.0}
 SHAPES = dict.fromkeys("abcd", (BUCKET // 4,))
 PLAN = TransferPlan(tensors=SHAPES, dtype="float32", bucket_bytes=BUCKET)
 
@@ -536,29 +513,19 @@ NONE, THREE = (("set_weight_version", label) for label in ("none", "3"))
 
 
 @pytest.mark.parametrize("is_running", [False, True])
-@pytest.mark.parametrize("in_flight", ["recompute", "keep"])
 def test_a_push_reaches_all_workers_and_tokens_of_mixed_weights_are_of_no_policy(
-    server_of_pushes, is_running, in_flight
+    server_of_pushes, is_running
 ):
     workers = Workers()
     with server_of_pushes(workers, is_running=is_running) as (client, connection, engine):
         salts = set()
         for body in (BODY, BODY[::-1]):
-            reply = pushed(client, connection, body, in_flight=in_flight).answer()
+            reply = pushed(client, connection, body).answer()
             assert reply == {"policy_version": 3} and workers.got == {0: body, 1: body}
             salts.add(engine.cache_salt)
         assert len(salts) == 2 and None not in salts  # cached prefixes are of one version
-    drops = ["reset"] if is_running and in_flight == "recompute" else []
-    calls = [NONE, "weight_sync_receive", *drops, THREE]
+    calls = [NONE, "weight_sync_receive", THREE]
     assert engine.calls == 2 * (["pause", *calls, "resume"] if is_running else calls)
-
-
-def test_an_engine_that_keeps_old_keys_and_values_is_an_error(server_of_pushes):
-    with server_of_pushes(is_running=True, resets=False) as (client, connection, _):
-        with pytest.raises(InferenceServerError, match="could not drop the keys and values"):
-            pushed(client, connection, in_flight="recompute").answer()
-        with pytest.raises(ServerLostError, match="409: no trainer is connected"):
-            pushed(client, connection).answer()
 
 
 @pytest.mark.parametrize(
@@ -567,7 +534,7 @@ def test_an_engine_that_keeps_old_keys_and_values_is_an_error(server_of_pushes):
         ({}, BODY + b"1", "400: a body of 2097153 bytes: this connection's plan has 2097152"),
         ({}, BODY[:-1], "400: a body of 2097151 bytes"),
         ({"connection": "d"}, BODY, "400: another trainer has connected"),
-        ({"in_flight": "drop"}, BODY, "400: in_flight='drop': Input should be 'recompute' or"),
+        ({"policy_version": "x"}, BODY, "400: policy_version='x': Input should be a valid integer"),
     ],
 )
 def test_a_push_that_is_not_the_announced_one_changes_nothing(
@@ -992,24 +959,6 @@ sys.stdin.read()
 """
 
 
-def test_a_port_that_another_process_takes_first_is_replaced(monkeypatch):
-    taken = []
-
-    def reserve(host, port):
-        taken.append(port)
-        if len(taken) < failures + 1:
-            raise PortError("taken")
-        return "held"
-
-    monkeypatch.setattr("verifiers_rl.inference.port.reserve_port", reserve)
-    failures = 2
-    assert reserve_free_port("127.0.0.1") == (taken[2], "held")
-    taken, failures = [], 3
-    with pytest.raises(PortError):
-        reserve_free_port("127.0.0.1")
-    assert len(taken) == 3
-
-
 def test_a_reserved_port_is_refused_to_others_and_free_when_its_holder_dies(monkeypatch):
     port = free_port()
     command = [sys.executable, "-c", RESERVE, str(port)]
@@ -1017,7 +966,7 @@ def test_a_reserved_port_is_refused_to_others_and_free_when_its_holder_dies(monk
     with subprocess.Popen(command, **options) as holder:
         try:
             assert holder.stdout.readline() == "reserved\n"
-            reason = f"process {holder.pid}, a vf-rl or vf-vllm, has reserved the port"
+            reason = "another vf-rl or vf-vllm has reserved the port"
             for host in ("127.0.0.1", "0.0.0.0"):
                 with pytest.raises(
                     PortError, match=f"{reason}; stop what uses it or choose another"
@@ -1032,5 +981,9 @@ def test_a_reserved_port_is_refused_to_others_and_free_when_its_holder_dies(monk
         finally:
             holder.kill()
     reserve_port("127.0.0.1", port).close()
+    free, reservation = reserve_free_port("127.0.0.1")
+    with pytest.raises(PortError, match=f"cannot listen on 127.0.0.1:{free}"):
+        reserve_port("127.0.0.1", free)
+    reservation.close()
     with pytest.raises(PortError, match=r"cannot listen on 192\.0\.2\.1"):
         reserve_port("192.0.2.1", port)

@@ -93,7 +93,7 @@ class GatheringSink(StubSink):
         self.lora_sync = lora_sync
         self.num_tries = 0
 
-    def push(self, model, policy_version, in_flight):
+    def push(self, model, policy_version):
         assert is_split(model) == (kind in ("fsdp2", "zero3", "launched-fsdp2", "launched-zero3"))
         self.num_tries += 1
         sources, _ = what_to_send(model, self.lora_sync)
@@ -101,7 +101,7 @@ class GatheringSink(StubSink):
         if self.num_tries == 2:
             raise ServerLostError("injected")
         assert self.got.keys() == sources.keys()
-        return super().push(model, policy_version, in_flight)
+        return super().push(model, policy_version)
 
 
 def gradient_bytes(model):

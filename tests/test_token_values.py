@@ -9,7 +9,7 @@ from tests.reference import reference_policy
 from tests.test_trainer import make_trainer, tokenizer  # noqa: F401 - fixtures
 from tests.tree_samples import make_tree
 from verifiers_rl.losses import LossOutputs, needs
-from verifiers_rl.report.token_values import TokenTexts, choose_samples
+from verifiers_rl.report.recording import TokenTexts, choose_samples
 from verifiers_rl.types import Batch, Rollout, SampleSizes
 
 

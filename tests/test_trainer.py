@@ -743,12 +743,9 @@ def test_with_more_off_policy_steps_so_many_batches_are_ahead(make_trainer):
     trainer.train()
     assert source.calls[:6] == ["submit 0", "get 0", "submit 1", "submit 2", "submit 3", "get 1"]
     assert source.calls[6:] == ["submit 4", "get 2", "submit 5", "get 3", "get 4", "get 5"]
-    # No batch is older than three steps. While batches are pending, requests may be running, and
-    # keep their keys and values over the swap.
+    # No batch is older than three steps.
     assert [version for _, _, version in source.submitted] == [0, 0, 0, 0, 1, 2]
-    assert list(zip(sink.pushed, sink.in_flight, strict=True)) == [
-        (0, "recompute"), (1, "keep"), (2, "keep"), (6, "recompute"),
-    ]  # fmt: skip
+    assert sink.pushed == [0, 1, 2, 6]
     logged = [row for row in trainer.state.log_history if "loss" in row]
     assert [row["staleness"] for row in logged] == [0.0, 1.0, 2.0, 3.0, 3.0, 3.0]
     assert [row["staleness_max"] for row in logged] == [0.0, 1.0, 2.0, 3.0, 3.0, 3.0]
@@ -1007,10 +1004,10 @@ def test_an_interrupt_leaves_a_finished_checkpoint_of_its_step_alone(make_traine
 
 def test_a_server_that_is_lost_after_the_last_step_does_not_cost_the_model(make_trainer):
     class LastPushFails(StubSink):
-        def push(self, model, policy_version, in_flight="recompute"):
+        def push(self, model, policy_version):
             if policy_version == 3:
                 raise InferenceServerError("gone")
-            return super().push(model, policy_version, in_flight)
+            return super().push(model, policy_version)
 
     trainer = make_trainer(max_steps=3)
     trainer.weight_sync = LastPushFails()
@@ -1196,7 +1193,6 @@ def test_an_evaluation_runs_beside_the_next_step_and_is_logged_at_its_own(make_t
         "get 4", "evaluate 4", "evaluated 4", "evaluate 5", "evaluated 5",
     ]  # fmt: skip
     assert sink.pushed == [0, 1, 2, 3, 4, 5]
-    assert sink.in_flight == ["recompute"] * 6  # no request of a batch is swapped while it runs
     # Trainer also evaluates behind the last step. The server then has the final weights.
     assert eval_rows(trainer) == seen == [(0, 0.0), (2, 2.0), (4, 4.0), (5, 5.0)]
     rows = metric_steps(trainer.args.output_dir)
@@ -1357,12 +1353,12 @@ class FragileSink(StubSink):
         self.lost_in, self.comes_back = list(lost_in), comes_back
         self.waits = 0
 
-    def push(self, model, policy_version, in_flight):
+    def push(self, model, policy_version):
         if policy_version in self.lost_in:
             self.lost_in.remove(policy_version)
             self.policy_version = None
             raise ServerLostError("no answer from the inference server")
-        return super().push(model, policy_version, in_flight)
+        return super().push(model, policy_version)
 
     def wait_for_server(self):
         super().wait_for_server()

@@ -42,17 +42,18 @@ from verifiers_rl.inference.client import InferenceServerError, ServerLostError
 from verifiers_rl.inference.expected import (
     as_served,
     check_plan,
-    expected_shapes,
     fit_to_server,
+    trained_model,
 )
 from verifiers_rl.models import load_policy
 from verifiers_rl.sync import nccl, weight_sync
-from verifiers_rl.sync.adapters import check_adapter, choose_lora_sync
 from verifiers_rl.sync.plan import TransferPlan, receive_buckets
 from verifiers_rl.sync.shared_buffers import GivenUpError, attach, shared_with_workers
 from verifiers_rl.sync.sources import (
     Source,
     adapter_sources,
+    check_adapter,
+    choose_lora_sync,
     full_sources,
     merged_sources,
     what_to_send,
@@ -435,7 +436,11 @@ def test_a_tied_head_travels_once():
         ({"bias": "all"}, "adapter", "bias='all'.*set lora_sync='merged'"),
         ({"rank_pattern": {"q_proj": 2}}, "merged", None),
         ({}, "adapter", None),
-        ({"init_lora_weights": "pissa_niter_4"}, "adapter", "='pissa_niter_4' changes.*'merged'"),
+        (
+            {"init_lora_weights": "pissa_niter_4"},
+            "adapter",
+            "='pissa_niter_4': it changes.*'merged'",
+        ),
         ({"init_lora_weights": "olora"}, "merged", None),
         ({"init_lora_weights": "orthogonal"}, "adapter", None),
     ],
@@ -465,23 +470,22 @@ def test_auto_merges_where_nothing_is_lost_and_the_server_takes_all_weights():
 
 
 @pytest.fixture(scope="module")
-def shapes():
+def served():
     config = make_tiny_model().config
     config.architectures = ["Qwen3ForCausalLM"]
-    return {kind: expected_shapes(config, kind) for kind in ("full", "adapter")}
+    return trained_model(config)
 
 
 def plan_of(sources, adapter=None):
     return plan_with({name: source.shape for name, source in sources.items()}, adapter=adapter)
 
 
-def test_the_plans_of_a_trainer_are_what_its_server_expects(shapes):
+def test_the_plans_of_a_trainer_are_what_its_server_expects(served):
     model = make_tiny_model()
-    check_plan(plan_of(full_sources(model)), shapes["full"], "float32")
+    check_plan(plan_of(full_sources(model)), served, "float32")
     model = with_trained_adapter(model)
-    check_plan(plan_of(merged_sources(model)), shapes["full"], "float32")
-    adapter, config = adapter_sources(model)
-    check_plan(plan_of(adapter, config), shapes["adapter"], "float32")
+    check_plan(plan_of(merged_sources(model)), served, "float32")
+    check_plan(plan_of(*adapter_sources(model)), served, "float32")
 
 
 @pytest.mark.parametrize("loaded", [False, True])
@@ -498,12 +502,11 @@ def test_experts_travel_as_a_checkpoint_has_them(tmp_path, loaded):
         made = source.make()
         assert source.shape == made.shape and torch.equal(made, checkpoint[name]), name
     model.config.architectures = ["Qwen3MoeForCausalLM"]
-    shapes = {kind: expected_shapes(model.config, kind) for kind in ("full", "adapter")}
-    check_plan(plan_of(sources), shapes["full"], "float32")
+    served = trained_model(model.config)
+    check_plan(plan_of(sources), served, "float32")
     lora = LoraConfig(r=2, target_modules=["q_proj"])
     model = get_peft_model(model, lora)
-    adapter, config = adapter_sources(model)
-    check_plan(plan_of(adapter, config), shapes["adapter"], "float32")
+    check_plan(plan_of(*adapter_sources(model)), served, "float32")
     merged, _ = what_to_send(model, "merged")
     assert merged.keys() == checkpoint.keys()
 
@@ -531,9 +534,9 @@ def test_the_text_of_a_checkpoint_with_a_vision_tower_travels_under_its_own_name
     sources, adapter = what_to_send(model, "adapter" if lora_sync == "adapter" else "merged")
     kind = "adapter" if adapter else "full"
     plan = plan_of(sources, adapter)
-    check_plan(plan, expected_shapes(config, kind), "float32")
+    check_plan(plan, trained_model(config), "float32")
     checkpoint = load_file(folder / "model.safetensors")
-    served = as_served(plan, config)
+    served = as_served(plan, trained_model(config), config)
     assert [*served.tensors.values()] == [*plan.tensors.values()]
     names = {*served.tensors}
     if kind == "full":  # all text tensors, and no other
@@ -550,7 +553,7 @@ def test_a_model_that_is_served_as_it_is_trained_keeps_its_names():
     model = make_tiny_moe()
     model.config.architectures = ["Qwen3MoeForCausalLM"]
     plan = plan_of(what_to_send(model, "adapter")[0])
-    assert as_served(plan, model.config) == plan
+    assert as_served(plan, trained_model(model.config), model.config) == plan
 
 
 def test_a_model_that_fsdp_split_travels_under_the_names_of_its_own_class():
@@ -682,7 +685,7 @@ OTHER = "base_model.model.x.lora_A.weight"
     ],
 )
 def test_a_plan_for_another_model_is_refused_before_memory_is_allocated(
-    shapes, kind, change, dtype, message
+    served, kind, change, dtype, message
 ):
     sources, adapter = full_sources(make_tiny_model()), None
     if kind == "adapter":
@@ -690,7 +693,7 @@ def test_a_plan_for_another_model_is_refused_before_memory_is_allocated(
     wanted = {name: source.shape for name, source in sources.items()} | change
     wanted = {name: shape for name, shape in wanted.items() if shape is not None}
     with pytest.raises(ValueError, match=message):
-        check_plan(plan_with(wanted, dtype=dtype, adapter=adapter), shapes[kind], "float32")
+        check_plan(plan_with(wanted, dtype=dtype, adapter=adapter), served, "float32")
 
 
 def test_quantised_weights_are_not_sent():
@@ -703,7 +706,7 @@ def test_an_unknown_architecture_is_named():
     config = make_tiny_model().config
     config.architectures = ["NoSuchModel"]
     with pytest.raises(ValueError, match="no architecture 'NoSuchModel'"):
-        expected_shapes(config, "full")
+        trained_model(config)
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,7 @@ from verifiers_rl.report.run_folder import (
     rl_state_of,
     summary,
 )
-from verifiers_rl.sync.adapters import check_adapter
-from verifiers_rl.sync.sources import gather_full, merged_sources, plain_name
+from verifiers_rl.sync.sources import check_adapter, gather_full, merged_sources, plain_name
 
 logger = logging.getLogger(__name__)
 

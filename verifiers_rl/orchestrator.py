@@ -362,19 +362,19 @@ class Orchestrator:
         """
         longest_s = 3 * self._group_s + GRACE_S
         num_ended, since = -1, time.monotonic()
-        with waiting.WaitingLine(lambda: f"rollouts: {job.progress}") as line:
-            while not wait([job.result], timeout=waiting.LOOK_S).done:
-                line.show()
-                every = [one.progress for one in self._pending + self._evaluation]
-                now = sum(progress.num_done + progress.num_groups for progress in every)
-                if now != num_ended:
-                    num_ended, since = now, time.monotonic()
-                elif time.monotonic() - since > longest_s:
-                    raise TimeoutError(
-                        f"no rollout has ended within {longest_s:g} s, three times "
-                        f"generation_timeout ({self.args.generation_timeout:g} s) or more, "
-                        f"{job.progress} are done: does the environment block its event loop?"
-                    )
+        line = waiting.WaitingLine(lambda: f"rollouts: {job.progress}")
+        while not wait([job.result], timeout=waiting.POLL_S).done:
+            line.show()
+            every = [one.progress for one in self._pending + self._evaluation]
+            now = sum(progress.num_done + progress.num_groups for progress in every)
+            if now != num_ended:
+                num_ended, since = now, time.monotonic()
+            elif time.monotonic() - since > longest_s:
+                raise TimeoutError(
+                    f"no rollout has ended within {longest_s:g} s, three times "
+                    f"generation_timeout ({self.args.generation_timeout:g} s) or more, "
+                    f"{job.progress} are done: does the environment block its event loop?"
+                )
         return job.result.result()
 
     def _on_lost(self, url: str) -> None:

@@ -118,8 +118,7 @@ class GroupRequest:
                 rollouts, lost = await play(session), session.url
             for rollout in rollouts:
                 rollout.num_moves = num_moves
-                if session.is_cause_of(rollout.error):
-                    rollout.num_lost_tokens = session.num_lost_tokens
+                if session.has_passed and isinstance(rollout.error, TimeoutError):
                     rollout.error = TimeoutError(
                         f"a rollout took longer than generation_timeout ({self.timeout_s:g} s)"
                     )

@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -378,10 +378,7 @@ class RLTrainer(SavingTrainer):
         if self.weight_sync.policy_version != version:
             self.evaluations.end()  # all of its rollouts have one version
             model = self.accelerator.unwrap_model(self.model)
-            # Requests that run meanwhile keep the keys and values of the tokens so far.
-            runs = self.orchestrator.num_pending > 0
-            in_flight: Literal["recompute", "keep"] = "keep" if runs else "recompute"
-            self._metrics |= self.weight_sync.push(model, version, in_flight)
+            self._metrics |= self.weight_sync.push(model, version)
         self.evaluations.begin(version)
 
     # --- Evaluations ------------------------------------------------------------------------------

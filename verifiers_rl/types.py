@@ -218,7 +218,6 @@ class Rollout:
         error: why it failed; such a rollout enters neither the baseline nor the batch.
         num_restarts: how often its group began again, because its worker process died.
         num_moves: how often it began again at another server, because its own was lost.
-        num_lost_tokens: tokens of its reply that the server ended at `generation_timeout`.
         advantage: set when its group is complete; the mean over its loss tokens if they differ.
         has_own_advantages: the environment has set the advantages of its samples; they are kept.
         record: what people look at besides: messages, turns and times, as a JSON object in UTF-8;
@@ -241,7 +240,6 @@ class Rollout:
     error: BaseException | None = None
     num_restarts: int = 0
     num_moves: int = 0
-    num_lost_tokens: int | None = None
     advantage: float = 0.0
     has_own_advantages: bool = False
     record: bytes = b""
@@ -444,9 +442,7 @@ class WeightSink(Protocol):
 
     @property
     def model_name(self) -> str: ...
-    def push(
-        self, model: nn.Module, policy_version: int, in_flight: Literal["recompute", "keep"]
-    ) -> dict[str, float]: ...
+    def push(self, model: nn.Module, policy_version: int) -> dict[str, float]: ...
     def check_server(self) -> None: ...
     def wait_for_server(self) -> None: ...
     def close(self) -> None: ...

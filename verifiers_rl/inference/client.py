@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlencode
 
@@ -146,11 +145,7 @@ class InferenceClient:
             num_bytes: of weights that the caller writes; none if NCCL carries them meanwhile.
         """
         path = f"/weight_sync/receive?{urlencode(fields)}"
-        headers = {
-            "Content-Type": "application/octet-stream",
-            "Content-Length": str(num_bytes),
-        }
-        return ControlRequest(self, path, timeout_s=timeout_s, headers=headers)
+        return ControlRequest(self, path, timeout_s=timeout_s, num_bytes=num_bytes)
 
     def complete(self, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """POST /v1/completions, a route of vLLM itself."""
@@ -179,24 +174,24 @@ def wait_for_servers(
     def where() -> str:
         return ", ".join(client.base_url for client in missing)
 
-    with WaitingLine(lambda: f"the server at {where()}, {timeout_s:g} s at most,") as line:
-        while True:
-            for client in [*missing]:
-                with suppress(ServerLostError):
-                    answers.append(asks[client]())
-                    del missing[client]
-            is_late = time.monotonic() >= deadline
-            if len(answers) >= number or (answers and is_late):
-                return answers
-            line.show()
-            if is_late:
-                raise InferenceServerError(
-                    f"no server at {where()} after {timeout_s:g} s (vllm_server_timeout). "
-                    f"Start one with `vf-vllm --model ... --port {next(iter(asks)).port}`, or set "
-                    "vllm_server_host and vllm_server_port, or vllm_servers for several"
-                )
-            # Nothing to await: the servers are other processes that may not exist yet.
-            time.sleep(0.25)
+    line = WaitingLine(lambda: f"the server at {where()}, {timeout_s:g} s at most,")
+    while True:
+        for client in [*missing]:
+            with suppress(ServerLostError):
+                answers.append(asks[client]())
+                del missing[client]
+        is_late = time.monotonic() >= deadline
+        if len(answers) >= number or (answers and is_late):
+            return answers
+        line.show()
+        if is_late:
+            raise InferenceServerError(
+                f"no server at {where()} after {timeout_s:g} s (vllm_server_timeout). "
+                f"Start one with `vf-vllm --model ... --port {next(iter(asks)).port}`, or set "
+                "vllm_server_host and vllm_server_port, or vllm_servers for several"
+            )
+        # Nothing to await: the servers are other processes that may not exist yet.
+        time.sleep(0.25)
 
 
 class ControlRequest:
@@ -209,7 +204,7 @@ class ControlRequest:
         client: to the server.
         fields: the body as JSON, if it has one.
         timeout_s: deadline of connecting, of each write, and of the reply.
-        headers: those that say more, or other than what follows from `fields`.
+        num_bytes: that `write` will send in place of `fields`.
     """
 
     def __init__(
@@ -219,15 +214,14 @@ class ControlRequest:
         fields: Any = None,
         timeout_s: float = 30.0,
         method: str = "POST",
-        headers: Mapping[str, str] = MappingProxyType({}),
+        num_bytes: int = 0,
     ) -> None:
         self._url, self._method, self._path = client.base_url, method, path
         self._body = b"" if fields is None else json.dumps(fields).encode()
         self._headers = {
             "Content-Type": "application/json",
-            "Content-Length": str(len(self._body)),
+            "Content-Length": str(len(self._body) + num_bytes),
             **client.authorization(),
-            **headers,
         }
         self._http = http.client.HTTPConnection(client.host, client.port, timeout_s)
         self._reply: http.client.HTTPResponse | None = None

@@ -9,18 +9,16 @@ from contextlib import aclosing
 from typing import Any
 
 from vllm.logprobs import FlatLogprobs
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from verifiers_rl.inference.generation import Generation, current_generation
 
-ONLY_THE_LAST = 2**30  # tokens between two outputs, more than any reply has
-
 
 class SampledTokens(FlatLogprobs):
-    """What vLLM keeps of a packed request's logprobs: the sampled tokens' own and, for a sampling
-    mask, which tokens could be sampled in their place. vLLM's own container also has ranks and
-    texts, and makes an object of each token on the way out.
+    """What vLLM keeps of the logprobs of a request of the token route: the sampled tokens' own and,
+    for a sampling mask, which tokens could be sampled in their place. vLLM's own container also has
+    ranks and texts.
 
     Args:
         has_mask: the request wants a sampling mask.
@@ -52,12 +50,6 @@ class SampledTokens(FlatLogprobs):
         self.counts.append(len(allowed))
         self.allowed += allowed
 
-    def __len__(self) -> int:
-        return len(self.logprobs)
-
-    def __getitem__(self, index: Any) -> Any:
-        return FlatLogprobs()  # vLLM copies a part of it for each output; nothing reads it
-
 
 class RolloutEngine(AsyncLLM):
     """Attributes:
@@ -83,28 +75,13 @@ class RolloutEngine(AsyncLLM):
         if generation.tokens is not None:
             prompt = generation.tokens.fit(prompt, sampling_params)
             options["reasoning_ended"] = None  # vLLM looked at the messages' tokens
-        # vLLM gives one output, the last, and only a request for deltas has one at its first token.
-        is_whole = (
-            sampling_params.n == 1 and sampling_params.output_kind == RequestOutputKind.FINAL_ONLY
-        )
-        if is_whole:
-            sampling_params.output_kind = RequestOutputKind.DELTA
-            sampling_params.stream_interval = ONLY_THE_LAST
-        whole: Any = None
         async with aclosing(
             super().generate(prompt, sampling_params, request_id, **options)
         ) as outputs:
             async for output in outputs:
-                generation.begin()
-                if not is_whole:
-                    yield output
-                elif whole is None:
-                    whole = output
-                else:
-                    whole.add(output, aggregate=True)
-        if whole is not None:
-            generation.end(whole.outputs[0])
-            yield whole
+                if output.finished:
+                    generation.end(output.outputs[0])
+                yield output
 
     async def add_request(
         self, request_id: str, prompt: Any, params: Any, *args: Any, **options: Any
@@ -114,14 +91,10 @@ class RolloutEngine(AsyncLLM):
             prompt = {**prompt, "cache_salt": self.cache_salt}
         queue = await super().add_request(request_id, prompt, params, *args, **options)
         generation = current_generation.get()
-        state = self.output_processor.request_states.get(queue.request_id)
-        if generation is None or state is None:  # several completions have a state each
-            return queue
-        generation.state = state
-        if generation.tokens is not None and generation.tokens.is_packed:
+        if generation is not None and generation.tokens is not None:
             # Before its first token. vLLM's own would decode each token once more, until vLLM's
             # `flat_logprobs` can leave out ranks and texts.
-            kept = state.logprobs_processor
+            kept = self.output_processor.request_states[queue.request_id].logprobs_processor
             kept.logprobs = SampledTokens(generation.tokens.num_logprobs > 0)
             kept.tokenizer = None
         return queue

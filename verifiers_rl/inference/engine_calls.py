@@ -14,7 +14,7 @@ from typing import Any
 from verifiers_rl.sync.shared_buffers import GivenUpError
 
 RESUME_DEADLINE_S = 30.0
-LOOK_S = 0.2  # vLLM has no event for the death of an engine
+POLL_S = 0.2  # vLLM has no event for the death of an engine
 DYING_S = 2.0  # vLLM reports a failed call at most so long before it reports a dead engine
 
 
@@ -38,7 +38,7 @@ async def answer_of(engine: Any, call: Awaitable[Any], timeout_s: float, name: s
                 raise RuntimeError("vLLM's engine died; see the server's log")
             if (left_s := deadline - loop.time()) <= 0:
                 raise TimeoutError(f"vLLM's engine did not answer {name} within {timeout_s:g} s")
-            await asyncio.wait([task], timeout=min(LOOK_S, left_s))
+            await asyncio.wait([task], timeout=min(POLL_S, left_s))
     finally:
         task.cancel()
     return task.result()
@@ -62,7 +62,7 @@ async def call_workers(engine: Any, timeout_s: float, method: str, *args: Any) -
     return [answer for of_engine in answers for answer in of_engine]
 
 
-async def tell_workers(engine: Any, timeout_s: float, method: str, *args: Any) -> None:
+async def run_in_workers(engine: Any, timeout_s: float, method: str, *args: Any) -> None:
     """Call a method that keeps the deadline `timeout_s` itself, and returns None or the text of an
     error.
 
@@ -100,19 +100,15 @@ async def paused(engine: Any, timeout_s: float) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def updating(engine: Any, timeout_s: float) -> AsyncIterator[bool]:
-    """Inside, weights may change: new requests wait, and those that run are frozen.
-
-    Yields:
-        whether requests run. They continue on the new weights.
-    """
+async def updating(engine: Any, timeout_s: float) -> AsyncIterator[None]:
+    """Inside, weights may change: new requests wait, and those that run are frozen."""
     engine.admits.clear()
     try:
         # Nothing is awaited in between, so no request can be missed.
         is_running = engine.output_processor.has_unfinished_requests()
         freezes = is_running or steps_together(engine)
         async with paused(engine, timeout_s) if freezes else nullcontext():
-            yield is_running
+            yield
     finally:
         engine.admits.set()
 
@@ -121,8 +117,8 @@ async def is_dying(engine: Any) -> bool:
     """Return whether the engine is dead. Wait up to `DYING_S` for that, because vLLM reports a
     failed call shortly before it reports that the engine is dead.
     """
-    for _ in range(round(DYING_S / LOOK_S)):
+    for _ in range(round(DYING_S / POLL_S)):
         if engine.errored:
             return True
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
     return False

@@ -4,8 +4,7 @@ before any memory is allocated for the push.
 
 from __future__ import annotations
 
-import re
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import transformers
@@ -17,28 +16,6 @@ from verifiers_rl.sync import full_sources, in_checkpoint_form
 from verifiers_rl.sync.plan import TransferPlan
 
 _PEFT_PREFIX = "base_model.model."
-_ADAPTER_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_[AB]\.weight")
-
-
-def expected_shapes(config: Any, kind: Literal["full", "adapter"]) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of all parameters of the model that a trainer loads from a checkpoint
-    with this Hugging Face config. For "full" weights they are those of the checkpoint, for an
-    "adapter" those of the model itself. A tied LM head comes once.
-
-    If the checkpoint has a vision tower, this model is the text model, where transformers has one:
-    the rest is not trained, and the server keeps its own weights for the rest. Where transformers
-    has the whole model only, the text's tensors are those of its decoder and its head.
-
-    The architecture is built on torch's meta device, so it needs no weights and no memory.
-
-    Raises:
-        ValueError: transformers does not know the architecture.
-    """
-    model = _trained_model(config)
-    sources = full_sources(model)
-    if kind == "full":
-        sources = in_checkpoint_form(model, sources)
-    return {name: source.shape for name, source in sources.items()}
 
 
 def fit_to_server(plan: TransferPlan, vllm_config: Any) -> TransferPlan:
@@ -65,16 +42,20 @@ def fit_to_server(plan: TransferPlan, vllm_config: Any) -> TransferPlan:
             "checkpoint that is not quantised, or train an adapter with lora_sync='adapter'"
         )
     dtype = lora.lora_dtype if adapter is not None else vllm_config.model_config.dtype
-    check_plan(plan, expected_shapes(config, plan.kind), str(dtype).removeprefix("torch."))
-    return as_served(plan, config)
+    model = trained_model(config)
+    check_plan(plan, model, str(dtype).removeprefix("torch."))
+    return as_served(plan, model, config)
 
 
-def as_served(plan: TransferPlan, config: Any) -> TransferPlan:
+def as_served(plan: TransferPlan, model: Any, config: Any) -> TransferPlan:
     """Return the plan with its tensors under the names that the served class loads. If the
     checkpoint has a vision tower beside the text model, the text model's tensors carry a prefix in
     the checkpoint. transformers knows this prefix.
+
+    Args:
+        model: from `trained_model`.
+        config: of the checkpoint.
     """
-    model = _trained_model(config)
     prefixes = [
         conversion.reverse_transform()
         for conversion in get_model_conversion_mapping(model, add_legacy=False)[::-1]
@@ -97,8 +78,16 @@ def as_served(plan: TransferPlan, config: Any) -> TransferPlan:
     return TransferPlan(**{**dict(plan), "tensors": tensors})
 
 
-def _trained_model(config: Any) -> Any:
-    """Build what `AutoModelForCausalLM` loads from a checkpoint of this config, without weights."""
+def trained_model(config: Any) -> Any:
+    """Build what a trainer loads from a checkpoint with this Hugging Face config, on torch's meta
+    device: without weights, and in no memory.
+
+    If the checkpoint has a vision tower, this is the text model, where transformers has one: the
+    rest is not trained, and the server keeps its own weights for it.
+
+    Raises:
+        ValueError: transformers does not know the architecture.
+    """
     name = (config.architectures or ["none"])[0]
     architecture = getattr(transformers, name, None)
     if architecture is None:
@@ -118,14 +107,20 @@ def _trained_model(config: Any) -> Any:
         return text._from_config(config)
 
 
-def check_plan(plan: TransferPlan, shapes: dict[str, tuple[int, ...]], dtype: str) -> None:
-    """Raise ValueError, which names the tensor, unless the plan is what this model takes.
+def check_plan(plan: TransferPlan, model: Any, dtype: str) -> None:
+    """Raise ValueError, which names the tensor, unless the plan is what this model takes: all
+    parameters of its text, as a checkpoint has them, or both matrices of each adapted module.
 
     Args:
-        shapes: from `expected_shapes`, for the plan's kind.
+        model: from `trained_model`.
         dtype: of the server's weights, or of its adapters.
     """
-    expected = shapes if plan.adapter is None else _adapter_shapes(plan, plan.adapter.r, shapes)
+    sources = full_sources(model)
+    if plan.adapter is None:
+        sources = in_checkpoint_form(model, sources)
+    expected = {name: source.shape for name, source in sources.items()}
+    if plan.adapter is not None:
+        expected = _adapter_shapes(plan, plan.adapter.r, expected)
     if plan.dtype != dtype:
         raise ValueError(f"the tensors have dtype {plan.dtype!r}, the server's {dtype!r}")
     for name, shape in plan.tensors.items():
@@ -146,14 +141,14 @@ def _adapter_shapes(
     """Return the shapes of both matrices for each module of which the plan has at least one."""
     expected: dict[str, tuple[int, ...]] = {}
     for name in plan.tensors:
-        match = _ADAPTER_NAME.fullmatch(name)
-        weight = shapes.get(f"{match['module']}.weight", ()) if match else ()
-        if match is None or len(weight) != 2:
+        module = name.removeprefix(_PEFT_PREFIX).rpartition(".lora_")[0]
+        weight = shapes.get(f"{module}.weight", ())
+        if len(weight) != 2 or ".lora_embedding_" in name:
             raise ValueError(
                 f"tensor {name!r} belongs to no linear layer of the served model; "
                 "set lora_sync='merged' if it is an embedding's"
             )
-        prefix = f"{_PEFT_PREFIX}{match['module']}"
+        prefix = f"{_PEFT_PREFIX}{module}"
         expected[f"{prefix}.lora_A.weight"] = (rank, weight[1])
         expected[f"{prefix}.lora_B.weight"] = (weight[0], rank)
     return expected

@@ -2,23 +2,18 @@
 generation request has and gets beside vLLM's own fields.
 
     POST /v1/chat/completions/tokens  like /v1/chat/completions, but the prompt is the token ids in
-                                      "tokens", not the tokenised messages; with "packed_tokens",
-                                      tokens travel as packed_tokens.py says, also those that
-                                      could be sampled if "sampling_mask" asks for them
+                                      "tokens", not the tokenised messages; the reply has the
+                                      sampled tokens too, and those that could be sampled if
+                                      "sampling_mask" asks for them (packed_tokens.py)
 
 Every whole reply to a generation request for one completion says which policy sampled its tokens,
 in a header: `X-Policy-Versions: 0:3,17:4` is version 3 from the first token on and version 4 from
 the 18th. vLLM labels the tokens itself.
-
-A request may limit the time of its reply: with the header `X-Reply-Timeout-S: 600`, a reply that is
-not complete 600 s after its first token ends with status 504. Time in vLLM's queue does not count.
-Replies say how long they waited for their first token: `X-Queued-S: 1.25`.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import secrets
 from typing import Any
@@ -30,6 +25,7 @@ from starlette.websockets import WebSocketClose
 
 from verifiers_rl.inference.client import TOKEN_VARIABLE
 from verifiers_rl.inference.generation import Generation, TokenRequest, current_generation
+from verifiers_rl.inference.packed_tokens import VERSIONS_HEADER
 from verifiers_rl.inference.weight_routes import WeightRoutes
 
 CHAT_PATH = "/v1/chat/completions"
@@ -39,10 +35,6 @@ PUBLIC_PATHS = ("/health", "/version", "/metrics")
 # vLLM's other routes are not served: some of them control vLLM without a token, and others generate
 # tokens in ways of their own.
 OTHER_PATHS = ("/v1/models", "/tokenize", "/detokenize", *PUBLIC_PATHS)
-VERSIONS_HEADER = "x-policy-versions"
-LIMIT_HEADER = "x-reply-timeout-s"  # of a request: counts from the first token on
-QUEUED_HEADER = "x-queued-s"  # of a reply: seconds until its first token
-LENGTH_HEADER = "x-num-tokens"  # of a reply with status 504: tokens that it had
 
 
 class Gateway:
@@ -78,45 +70,32 @@ class Gateway:
         """Pass a generation request on to vLLM and say in its reply which policies sampled it."""
         tokens = None
         try:
-            limit_s = limit_of(scope)
             if scope["path"] == TOKENS_PATH:
                 body = await Request(scope, receive).body()
                 fields, config = json.loads(body), scope["app"].state.engine_client.model_config
                 tokens = TokenRequest(fields, config.get_vocab_size(), config.max_model_len)
-                body = json.dumps(fields).encode()
-                scope, receive = with_body(scope | {"path": CHAT_PATH}, body, receive)
+                scope, receive = with_body(scope, json.dumps(fields).encode(), receive)
         except ValueError as problem:
             return await error(400, str(problem))(scope, receive, send)
         except ClientDisconnect:
             return None
-        generation, has_begun = Generation(limit_s, tokens), False
+        generation = Generation(tokens)
 
         async def send_with_versions(message: Any) -> None:
-            nonlocal has_begun
             if message["type"] == "http.response.start":
-                has_begun = True
                 if message["status"] != 200:
-                    generation.packed = None
+                    generation.packed = b""
                 add_headers(MutableHeaders(scope=message), generation)
-            elif body := message.get("body"):
-                message = message | {"body": generation.splice(body)}
-                generation.packed = None  # it is in the first part
+            elif body := message.get("body"):  # a JSON object
+                message = message | {"body": body[:1] + generation.packed + body[1:]}
+                generation.packed = b""  # it is in the first part
             await send(message)
 
         context = current_generation.set(generation)
         try:
-            async with generation.deadline:
-                return await self.app(scope, receive, send_with_versions)
-        except TimeoutError:
-            if not generation.deadline.expired() or has_begun:
-                raise
+            return await self.app(scope, receive, send_with_versions)
         finally:
             current_generation.reset(context)
-        late = f"the reply took longer than {limit_s:g} s from its first token on, and had "
-        reply = error(504, f"{late}{generation.num_tokens} tokens")
-        reply.headers[QUEUED_HEADER] = f"{generation.queued_s:.4f}"
-        reply.headers[LENGTH_HEADER] = str(generation.num_tokens)
-        return await reply(scope, receive, send)
 
 
 def error(status: int, message: str) -> JSONResponse:
@@ -145,34 +124,16 @@ def refusal_of(scope: Any, args: Any, path: str) -> JSONResponse | None:
     return error(401, f"wrong or missing {key}: set {TOKEN_VARIABLE} to this server's token{fix}")
 
 
-def limit_of(scope: Any) -> float | None:
-    """Return the seconds that a reply may take from its first token on, None for no limit.
-
-    Raises:
-        ValueError: the header is no number above 0.
-    """
-    given = Headers(scope=scope).get(LIMIT_HEADER)
-    if given is None:
-        return None
-    try:
-        limit_s = float(given)
-    except ValueError:
-        limit_s = math.nan
-    if not 0 < limit_s < math.inf:
-        raise ValueError(f"{LIMIT_HEADER}={given!r}: must be seconds > 0")
-    return limit_s
-
-
 def with_body(scope: Any, body: bytes, receive: Any) -> tuple[Any, Any]:
-    """Return a request's ASGI `scope` and `receive`, with another body that has not been read."""
-    headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
-    headers.append((b"content-length", str(len(body)).encode()))
+    """Return the ASGI `scope` and `receive` of a chat request with this body, which has not been
+    read.
+    """
     bodies = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive_again() -> Any:
         return bodies.pop() if bodies else await receive()
 
-    return scope | {"headers": headers, "raw_path": scope["path"].encode()}, receive_again
+    return scope | {"path": CHAT_PATH, "raw_path": CHAT_PATH.encode()}, receive_again
 
 
 def add_headers(headers: MutableHeaders, generation: Generation) -> None:
@@ -182,5 +143,3 @@ def add_headers(headers: MutableHeaders, generation: Generation) -> None:
         headers["content-length"] = str(length)
     if generation.versions is not None and generation.num_completions == 1:
         headers[VERSIONS_HEADER] = generation.versions
-    if generation.queued_s is not None:
-        headers[QUEUED_HEADER] = f"{generation.queued_s:.4f}"

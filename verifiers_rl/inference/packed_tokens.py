@@ -3,7 +3,7 @@
 OpenAI's form of a reply takes about 100 bytes of JSON a token, and both sides make several Python
 objects of them. Packed, a token takes 11 bytes, and neither side makes an object for it.
 
-    request  "tokens": <ids of the prompt>, "packed_tokens": true
+    request  "tokens": <ids of the prompt>
     reply    "packed_tokens": {"token_ids": <ids sampled>, "logprobs": <their logprobs>}
 
 Ids are little-endian int32, logprobs little-endian float32. The versions of the tokens are in the
@@ -29,6 +29,7 @@ import numpy as np
 
 FIELD = "packed_tokens"
 MASK_FIELD = "sampling_mask"
+VERSIONS_HEADER = "x-policy-versions"  # of any reply, see gateway.py
 _ID, _LOGPROB = np.dtype("<i4"), np.dtype("<f4")
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 import sys
 
 # Set by `vf-rl` for its server: `vf-rl` holds the reservation, also while its server restarts.
@@ -39,14 +38,12 @@ def reserve_port(host: str, port: int) -> socket.socket:
             raise _error(host, port, error.strerror or str(error)) from error
     reservation = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     if sys.platform == "linux" and port and os.environ.get(RESERVED_VARIABLE) != str(port):
-        name = f"\0verifiers_rl/port-{port}"
         try:
-            reservation.bind(name)
+            reservation.bind(f"\0verifiers_rl/port-{port}")
         except OSError as error:
             reservation.close()
-            reason = f"process {_holder_of(name)}, a vf-rl or vf-vllm, has reserved the port"
+            reason = "another vf-rl or vf-vllm has reserved the port"
             raise _error(host, port, reason) from error
-        reservation.listen()  # lets others ask who holds it; no connection is accepted
     return reservation
 
 
@@ -54,32 +51,14 @@ def reserve_free_port(host: str) -> tuple[int, socket.socket]:
     """Reserve a port that the system chooses, and return it too; see `reserve_port`.
 
     Raises:
-        PortError: another process was faster, three times.
+        PortError: another process was faster.
     """
-    attempts_left = 3
-    while True:
-        with socket.create_server((host, 0)) as probe:
-            port = probe.getsockname()[1]
-        try:
-            return port, reserve_port(host, port)
-        except PortError:
-            attempts_left -= 1
-            if not attempts_left:
-                raise
+    with socket.create_server((host, 0)) as probe:
+        port = probe.getsockname()[1]
+    return port, reserve_port(host, port)
 
 
 def _error(host: str, port: int, reason: str) -> PortError:
     return PortError(
         f"cannot listen on {host}:{port}: {reason}; stop what uses it or choose another --port"
     )
-
-
-def _holder_of(name: str) -> str:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
-        asking.settimeout(1.0)
-        try:
-            asking.connect(name)
-            credentials = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        except OSError:
-            return "(unknown)"  # the holder has just ended, or too many processes ask
-    return str(struct.unpack("3i", credentials)[0])

@@ -1,13 +1,11 @@
 """How requests for rollouts reach `vf-vllm`, and what comes back beside the replies: which policies
-sampled their tokens, and how long they waited in the server's queue.
+sampled their tokens.
 """
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +18,7 @@ from openai import APIConnectionError, APITimeoutError, AsyncOpenAI, DefaultAsyn
 
 from verifiers_rl.inference.client import generation_key
 from verifiers_rl.inference.packed_tokens import (
+    VERSIONS_HEADER,
     pack_ids,
     unpack_experts,
     unpack_mask,
@@ -27,10 +26,10 @@ from verifiers_rl.inference.packed_tokens import (
 )
 from verifiers_rl.inference.session import RolloutSession, SessionLostError
 
-BUSY = (429, 503)  # the server says that it has too much to do
-LATE = 504  # the server has ended the reply at the rollout's deadline
-LONGEST_PAUSE_S = 30.0  # between two attempts at a server that is busy
 CONNECT_S = 60.0  # deadline of a connection
+# A request ends so long after the deadline of its rollout, which comes first. It may be in another
+# task: verifiers' endpoint sends it for a program.
+BEHIND_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -100,9 +99,8 @@ class ServerClient(AsyncOpenAI):
         path, body = "/chat/completions", dict(body)
         if prompt_ids:
             path += "/tokens"
-            body |= {"tokens": pack_ids(prompt_ids), "packed_tokens": True}
             # vLLM renders messages all the same, so it gets a short one.
-            body["messages"] = [{"role": "user", "content": "."}]
+            body |= {"tokens": pack_ids(prompt_ids), "messages": [{"role": "user", "content": "."}]}
         wants_experts = body.pop("routed_experts", False)  # the server's flag returns them
         # Not a subclass's, which may call this method.
         reply = await ServerClient.post(self, path, cast_to=httpx.Response, body=body)
@@ -135,63 +133,39 @@ class ServerClient(AsyncOpenAI):
             rollout.fail()
             reason = f"Connection error: {error or type(error).__name__}"
             raise APIConnectionError(message=reason, request=httpx.Request("POST", url)) from error
-        status = response.status_code
-        # 404: a server that started anew does not know the adapter.
-        if status == 404 or (status >= 500 and status != LATE):
-            rollout.fail()
         if response.is_error:
+            # 404: a server that started anew does not know the adapter.
+            if response.status_code == 404 or response.is_server_error:
+                rollout.fail()
             raise self._make_status_error_from_response(response)
         response.extensions["policy_versions"] = spans
         return response
 
     async def _ask(self, url: str, data: str, headers: dict[str, str]) -> httpx.Response:
         """Send a request and return the reply. After a lost connection or a status of 500 or more,
-        send it once again; while the server says that it is busy, again and again.
+        send it once again.
         """
-        loop, rollout = asyncio.get_running_loop(), self._rollout
-        start, queued_s, pause_s, has_failed = loop.time(), 0.0, 0.5, False
-        rollout.begin_request()
-        total_s: float | None = self._timeout_s
-        if rollout.left_s < math.inf:
-            headers["X-Reply-Timeout-S"] = f"{max(rollout.left_s, 0.001):.3f}"
-            # The rollout and its batch have deadlines, so its request has none of its own.
-            total_s = None
-        timeout = aiohttp.ClientTimeout(total_s, sock_connect=CONNECT_S)
         try:
-            while True:
-                try:
-                    response = await self._send(url, data, headers, timeout)
-                except aiohttp.ClientError as error:
-                    if has_failed or isinstance(error, TimeoutError):
-                        raise
-                    has_failed = True
-                    continue
-                status = response.status_code
-                if status in BUSY and (total_s is None or loop.time() < start + total_s):
-                    queued_s += pause_s
-                    await asyncio.sleep(pause_s)  # there is nothing to await
-                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-                elif has_failed or status < 500 or status == LATE:
-                    break
-                else:
-                    has_failed = True
-            queued_s += float(response.headers.get("X-Queued-S", 0.0))
-        finally:
-            rollout.end_request(loop.time() - start - queued_s)
-        if status == LATE:
-            rollout.num_lost_tokens = int(response.headers.get("X-Num-Tokens", 0))
-        return response
+            response = await self._send(url, data, headers)
+        except aiohttp.ClientError as error:
+            if isinstance(error, TimeoutError):
+                raise
+        else:
+            if not response.is_server_error:
+                return response
+        return await self._send(url, data, headers)
 
-    async def _send(
-        self, url: str, data: str, headers: dict[str, str], timeout: aiohttp.ClientTimeout
-    ) -> httpx.Response:
-        """Send a request once. Returns the reply with those of its headers that speak of tokens."""
+    async def _send(self, url: str, data: str, headers: dict[str, str]) -> httpx.Response:
+        """Send a request once. Returns the reply with the header that speaks of its tokens."""
+        left_s = self._rollout.left_s
+        total_s = self._timeout_s if left_s is None else left_s + BEHIND_S
+        timeout = aiohttp.ClientTimeout(total_s, sock_connect=CONNECT_S)
         async with (
             self._rollout.watching(),
             self._session.post(url, data=data, headers=headers, timeout=timeout) as reply,
         ):
             content = await reply.read()
-        of_tokens = {n: v for n, v in reply.headers.items() if n.lower().startswith("x-")}
+        of_tokens = {n: v for n, v in reply.headers.items() if n.lower() == VERSIONS_HEADER}
         request = httpx.Request("POST", url)
         return httpx.Response(reply.status, headers=of_tokens, content=content, request=request)
 
@@ -204,7 +178,7 @@ def _versions_of(response: httpx.Response) -> list[tuple[int, int]] | None:
     """Return the (first token, policy version) pairs of a reply's header: "0:3,17:4" becomes
     [(0, 3), (17, 4)].
     """
-    header = response.headers.get("X-Policy-Versions")
+    header = response.headers.get(VERSIONS_HEADER)
     if not header:
         return None
     return [

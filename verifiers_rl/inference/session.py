@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -28,11 +27,6 @@ def derive_seed(*parts: int | str) -> int:
 class RolloutSession:
     """The server, the seeds and the deadline of one rollout.
 
-    The deadline stands still while a request of the rollout waits in the server's queue. Without
-    that, long replies of a busy server would time out first, and the policy would be trained on
-    short ones. From the first token of a reply on, the server keeps the deadline
-    (`X-Reply-Timeout-S`).
-
     Args:
         policy_version: all tokens must be of this version of the policy, or of a later one.
         url: of the server, without /v1. None: all rollouts use one server, which their client
@@ -42,11 +36,7 @@ class RolloutSession:
 
     Attributes:
         is_lost: the server does not answer, or has lost the policy; the rollout must begin again.
-        left_s: seconds until the deadline, when the time began to run or stood still; inf without
-            one.
         has_passed: whether the deadline has ended the code inside `limited`.
-        num_lost_tokens: tokens of the reply that the server ended at the deadline; None if it ended
-            none.
     """
 
     def __init__(
@@ -59,61 +49,27 @@ class RolloutSession:
         self.policy_version = policy_version
         self.url = url
         self.is_lost = False
-        self.left_s = math.inf
         self.has_passed = False
-        self.num_lost_tokens: int | None = None
         self._group_seed, self._number, self._num_seeds = group_seed, number, 0
         self._requests: set[asyncio.Timeout] = set()
         self._timeout: asyncio.Timeout | None = None  # while the code in `limited` runs
-        self._since = 0.0  # when the time began to run, or stood still
-        self._num_requests = 0
-        self._longest_s = 0.0  # without the queue, of the requests since the time stood still
 
     @asynccontextmanager
     async def limited(self, timeout_s: float) -> AsyncIterator[RolloutSession]:
-        """Inside, the rollout has this deadline, seconds without those in the queue. Raises
-        TimeoutError when it has passed.
-        """
-        self.left_s, self._since = timeout_s, asyncio.get_running_loop().time()
+        """Inside, the rollout has this deadline. Raises TimeoutError when it has passed."""
         timeout = self._timeout = asyncio.timeout(timeout_s)
         try:
             async with timeout:
                 yield self
         finally:
+            # Requests that score it have no deadline of the rollout.
             self._timeout, self.has_passed = None, timeout.expired()
-            self.left_s = math.inf  # for requests that score it
 
-    def is_cause_of(self, error: BaseException | None) -> bool:
-        """Return whether a rollout with this error failed because its deadline has passed. It may
-        have none, if the environment has hidden that the server ended a reply.
-        """
-        is_ours = self.has_passed and isinstance(error, TimeoutError)
-        return is_ours or self.num_lost_tokens is not None
-
-    def begin_request(self) -> None:
-        """Let the time stand still."""
-        if self._num_requests == 0:
-            self.left_s -= asyncio.get_running_loop().time() - self._since
-            self._longest_s = 0.0
-            self._end_at(None)
-        self._num_requests += 1
-
-    def end_request(self, seconds: float) -> None:
-        """Let the time go on, if no other request is running.
-
-        Args:
-            seconds: that the request took, without those in the queue.
-        """
-        self._num_requests -= 1
-        self._longest_s = max(self._longest_s, seconds)
-        if self._num_requests == 0:
-            self._since = asyncio.get_running_loop().time()
-            self.left_s -= self._longest_s
-            self._end_at(self._since + self.left_s)
-
-    def _end_at(self, when: float | None) -> None:
-        if self._timeout is not None and not self._timeout.expired():
-            self._timeout.reschedule(when)
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until the deadline; None without one."""
+        when = self._timeout.when() if self._timeout is not None else None
+        return None if when is None else max(when - asyncio.get_running_loop().time(), 0.0)
 
     def with_seed(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the body of the rollout's next request with its seed, unless it has its own."""

@@ -16,7 +16,7 @@ import reprlib
 import secrets
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import suppress
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
@@ -27,11 +27,10 @@ from starlette.requests import ClientDisconnect
 
 from verifiers_rl.inference.engine_calls import (
     WorkerError,
-    answer_of,
     call_engines,
     call_workers,
     is_dying,
-    tell_workers,
+    run_in_workers,
     updating,
 )
 from verifiers_rl.inference.expected import fit_to_server
@@ -69,13 +68,11 @@ class Push(BaseModel):
     Attributes:
         connection: its name, which `connect` has returned.
         policy_version: of the weights that come.
-        in_flight: whether running requests compute their keys and values so far anew.
         timeout_s: deadline of the push.
     """
 
     connection: str
     policy_version: int
-    in_flight: Literal["recompute", "keep"]
     timeout_s: PositiveFloat
 
 
@@ -244,17 +241,13 @@ class WeightRoutes:
         filling = shared.fill(request.stream(), sizes)
         for _ in range(shared.num_buffers):
             await all_before(anext(filling), deadline, timeout_s)
-        async with updating(engine, timeout_s) as is_running:
+        async with updating(engine, timeout_s):
             await self._set_version(None)  # weights are mixed until all are here
             coming = all_of(filling) if sizes else left(request)
             await self._let_work(
                 *(all_before(coming, deadline, timeout_s), shared, timeout_s),
                 *("weight_sync_receive", timeout_s),
             )
-            if is_running and push.in_flight == "recompute":
-                reset = engine.reset_prefix_cache(reset_running_requests=True)
-                if not await answer_of(engine, reset, CALL_DEADLINE_S, "reset_prefix_cache"):
-                    raise RuntimeError("vLLM could not drop the keys and values of the old policy")
             await self._set_version(push.policy_version)
 
     async def _let_work(
@@ -264,10 +257,10 @@ class WeightRoutes:
         all hear that the push is given up.
 
         Raises:
-            The error of `coming`, or what `tell_workers` raises.
+            The error of `coming`, or what `run_in_workers` raises.
         """
         waiting = asyncio.ensure_future(coming)
-        working = asyncio.ensure_future(tell_workers(self.vllm.engine_client, timeout_s, *call))
+        working = asyncio.ensure_future(run_in_workers(self.vllm.engine_client, timeout_s, *call))
         try:
             await asyncio.wait([waiting, working], return_when=asyncio.FIRST_COMPLETED)
             error = waiting.exception() if waiting.done() else None

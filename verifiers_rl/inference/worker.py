@@ -41,14 +41,14 @@ def _is_worth_reading(record: logging.LogRecord) -> bool:
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(_is_worth_reading)
 
 
-def telling(work: Callable[..., None]) -> Callable[..., str | None]:
+def returning_error(work: Callable[..., None]) -> Callable[..., str | None]:
     """Let a method return its error as text, or None. It is not raised: vLLM would take the first
     worker's exception for the answer of all workers, and the exceptions of the others for their
     answers to its next call.
     """
 
     @wraps(work)
-    def tell(self: WeightSyncWorker, *args: Any) -> str | None:
+    def run(self: WeightSyncWorker, *args: Any) -> str | None:
         try:
             work(self, *args)
         except Exception as error:
@@ -57,7 +57,7 @@ def telling(work: Callable[..., None]) -> Callable[..., str | None]:
             return f"{type(error).__name__}: {error}"
         return None
 
-    return tell
+    return run
 
 
 class WeightSyncWorker:
@@ -92,7 +92,7 @@ class WeightSyncWorker:
         # data_parallel_rank is 0 in all engines of a model without experts.
         return parallel.data_parallel_index * parallel.world_size + self.rank
 
-    @telling
+    @returning_error
     def weight_sync_connect(
         self, plan: str, shared: list[int], nccl_id: bytes | None, timeout_s: float
     ) -> None:
@@ -122,7 +122,7 @@ class WeightSyncWorker:
             )  # fmt: skip
             self._nccl.wait_until_connected()
 
-    @telling
+    @returning_error
     def weight_sync_receive(self, timeout_s: float) -> None:
         """Receive one push and load it."""
         shared, plan = self._shared, self._weight_sync_plan

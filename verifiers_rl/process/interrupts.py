@@ -114,7 +114,7 @@ class Interrupts:
             says: whether this process tells people what follows a signal.
         """
         global _active
-        self.number, self._ranks, self._says, self._others = None, ranks, says, None
+        self._ranks, self._says = ranks, says
         before, _active = _active, self
         try:
             with self._listening():
@@ -148,29 +148,25 @@ class Interrupts:
         # Python's own handlers run between two bytecodes of the main thread, so not while it waits
         # in C for another rank. The number of a signal goes through this pipe at once.
         pipe_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-
-        def stop_noting() -> None:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            signal.set_wakeup_fd(pipe_before)
-
-        def stop_in_child() -> None:
-            stop_noting()
-            os.close(writing)
-
-        global _stop_in_child
-        stop_before, _stop_in_child = _stop_in_child, stop_in_child
         try:
             for number in before:
                 signal.signal(number, self._note)
             yield
         finally:
-            stop_noting()
-            _stop_in_child = stop_before
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(pipe_before)
             os.write(writing, bytes([_NO_SIGNAL]))
             listener.join()
             os.close(writing)
             os.close(reading)
+
+    def let_go(self) -> None:
+        """Give signals their usual effect in a process that was forked."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.number = self.number or number
@@ -196,15 +192,12 @@ class Interrupts:
 
 
 _active: Interrupts | None = None  # that of the run in this process
-_stop_in_child: Callable[[], None] | None = None
 
 
 def _let_go_in_child() -> None:
-    """A forked process, such as one of an environment's pool, has handlers of its own: a signal to
-    it is none to the run, and ends it.
-    """
-    if _stop_in_child is not None:
-        _stop_in_child()
+    """A signal to a forked process, such as one of an environment's pool, is none to the run."""
+    if _active is not None:
+        _active.let_go()
 
 
 os.register_at_fork(after_in_child=_let_go_in_child)

@@ -1,58 +1,38 @@
-"""Print what the process waits for, and for how long already, on one line."""
+"""Print what the process waits for, and for how long already."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any
 
-from verifiers_rl.process.interrupts import raise_if_interrupted
+from verifiers_rl.process.interrupts import raise_if_interrupted, say
 
 QUIET_S = 5.0  # shorter waits are not worth a line
 LONGEST_SILENCE_S = 60.0
-LOOK_S = 1.0  # between two looks at what is awaited
-POLL_S = 0.2  # the same in `wait_until`
+POLL_S = 0.2  # between two looks at what is awaited
 
 
 class WaitingLine:
-    """A line on stderr that says what is awaited. On a terminal the line is overwritten each time
-    and erased at the end. Elsewhere a new line is printed after 5, 10, 20, ... s, later every 60 s.
+    """Lines on stderr that say what is awaited, after 5, 10, 20, ... s, later every 60 s.
 
     Args:
         describe: returns what is awaited and its progress: "rollouts of step 3: 12 of 64".
     """
 
     def __init__(self, describe: Callable[[], str]) -> None:
-        self._describe = describe
-        self._start = time.monotonic()
-        self._next_s = QUIET_S
-        self._is_shown = False
-
-    def __enter__(self) -> WaitingLine:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self._is_shown and sys.stderr.isatty():
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        self._describe, self._start, self._next_s = describe, time.monotonic(), QUIET_S
 
     def show(self) -> None:
-        """Update the line; call this about once a second. Raises Interrupted if a signal asks the
-        run to end.
+        """Print the line if it is time; call this about once a second. Raises Interrupted if a
+        signal asks the run to end.
         """
         raise_if_interrupted()
         waited_s = time.monotonic() - self._start
-        if waited_s < self._next_s:
-            return
-        self._is_shown = True
-        text = f"waiting for {self._describe()} after {waited_s:.0f} s"
-        if sys.stderr.isatty():
-            self._next_s = waited_s + 1.0
-            print(f"\r{text}\x1b[K", end="", file=sys.stderr, flush=True)
-        else:
+        if waited_s >= self._next_s:
             self._next_s += min(self._next_s, LONGEST_SILENCE_S)
-            print(text, file=sys.stderr, flush=True)
+            say(f"waiting for {self._describe()} after {waited_s:.0f} s")
 
 
 def wait_until(is_done: Callable[[], bool], what: str, timeout_s: float) -> bool:
@@ -61,13 +41,12 @@ def wait_until(is_done: Callable[[], bool], what: str, timeout_s: float) -> bool
     Raises:
         Interrupted: a signal asks the run to end.
     """
-    deadline = time.monotonic() + timeout_s
-    with WaitingLine(lambda: what) as line:
-        while not is_done():
-            if time.monotonic() > deadline:
-                return False
-            line.show()
-            time.sleep(POLL_S)
+    deadline, line = time.monotonic() + timeout_s, WaitingLine(lambda: what)
+    while not is_done():
+        if time.monotonic() > deadline:
+            return False
+        line.show()
+        time.sleep(POLL_S)
     return True
 
 
@@ -78,10 +57,9 @@ def result_of(future: Future[Any], deadline_s: float, describe: Callable[[], str
         TimeoutError: there was no result after `deadline_s` seconds; the future is not done then.
         Interrupted: a signal asks the run to end.
     """
-    deadline = time.monotonic() + deadline_s
-    with WaitingLine(describe) as line:
-        while (left_s := deadline - time.monotonic()) > 0:
-            if wait([future], timeout=min(left_s, LOOK_S)).done:
-                return future.result()
-            line.show()
+    deadline, line = time.monotonic() + deadline_s, WaitingLine(describe)
+    while (left_s := deadline - time.monotonic()) > 0:
+        if wait([future], timeout=min(left_s, POLL_S)).done:
+            return future.result()
+        line.show()
     raise TimeoutError

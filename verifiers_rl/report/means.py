@@ -20,16 +20,14 @@ def batch_metrics(groups: Groups) -> dict[str, float]:
     by_env = _by_env(groups)
     for env, own in by_env.items():
         survivors = _survivors(own)
-        if len(by_env) > 1:
-            metrics |= {f"{env}/{name}": value for name, value in _of_batch(own).items()}
-            metrics[f"{env}/group_share"] = len(own) / len(groups)
-        roles = group_by_role(survivors)
-        if len(roles) > 1:
-            for role in roles:
-                mean = float(np.mean([rollout.reward for rollout in role]))
-                metrics[f"{env}/{role[0].role}/reward"] = mean
         scores = _mean_scores(survivors, len(survivors))
-        metrics |= {f"{env}/{name}": scores[name] for name in scores if name not in metrics}
+        found = {name: scores[name] for name in scores if name not in metrics}
+        if len(roles := group_by_role(survivors)) > 1:
+            rewards = {role[0].role: [rollout.reward for rollout in role] for role in roles}
+            found |= {f"{role}/reward": float(np.mean(values)) for role, values in rewards.items()}
+        if len(by_env) > 1:
+            found |= {**_of_batch(own), "group_share": len(own) / len(groups)}
+        metrics |= {f"{env}/{name}": value for name, value in found.items()}
     return metrics
 
 
@@ -59,7 +57,6 @@ def _of_batch(groups: Groups) -> dict[str, float]:
     ]
     num_later_turns = sum(rollout.num_turns - 1 for rollout in survivors)
     num_breaks = sum(len(rollout.samples) - 1 for rollout in survivors)
-    lost = [r.num_lost_tokens for r in rollouts if r.num_lost_tokens is not None]
     rewards = [r.reward for r in survivors]
     values: dict[str, Sequence[float]] = {
         "reward": rewards,
@@ -70,7 +67,6 @@ def _of_batch(groups: Groups) -> dict[str, float]:
         "restarted_share": [r.num_restarts > 0 for r in rollouts],
         "moved_share": [r.num_moves > 0 for r in rollouts],
         "uniform_group_share": is_uniform,
-        "timed_out_tokens": lost,
     }
     return {name: float(np.mean(own)) for name, own in values.items() if own} | {
         "reward_std": float(np.std(rewards)),

@@ -7,8 +7,8 @@ from __future__ import annotations
 import logging
 import math
 import re
-import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,6 @@ from verifiers_rl.report.run_folder import (
     read_metrics,
     write_metrics,
 )
-from verifiers_rl.report.token_values import TokenValues
 from verifiers_rl.router_replay import expert_load
 from verifiers_rl.types import Batch, SampleSizes
 
@@ -36,6 +35,65 @@ logger = logging.getLogger(__name__)
 
 # For these, a line of logs has the maximum over the steps since the last line, not the mean.
 MAXIMA = ("importance_ratio_max", "staleness_max")
+
+
+class TokenValues:
+    """Collects the trainer's numbers of the loss tokens of some samples, from the microbatches of a
+    step on all ranks. They end on rank 0 in the order of each sample's own tokens, however
+    microbatches had laid them out.
+
+    Args:
+        sizes: of all samples of the batch.
+        is_chosen: (S,) bool, the samples.
+        device: of this rank.
+
+    Attributes:
+        of_samples: after `collect`, on rank 0: for each chosen sample, by its index, the values of
+            its loss tokens: (3, N) float32, `trainer_logprobs`, `entropy` and 1 where a mask took
+            the token out. NaN in a sample that was not computed.
+    """
+
+    def __init__(self, sizes: SampleSizes, is_chosen: np.ndarray, device: torch.device) -> None:
+        self.of_samples: dict[int, np.ndarray] = {}
+        self._lengths = sizes.num_loss_tokens.tolist()
+        # What each loss token has: trainer_logprobs, entropy, is_masked, and 1 where computed.
+        self._values = {
+            i: torch.zeros((4, self._lengths[i]), device=device)
+            for i in np.flatnonzero(is_chosen).tolist()
+        }
+
+    def add(
+        self, sample_ids: Sequence[int], inputs: LossInputs, metrics: Mapping[str, Tensor]
+    ) -> None:
+        """Add a microbatch. The host does not wait for the device.
+
+        Args:
+            sample_ids: the samples whose loss tokens `inputs` has, one sample after the other.
+            inputs: what the loss got.
+            metrics: what the loss returned; those named `masked_share` say which tokens a mask
+                took out.
+        """
+        if self._values.keys().isdisjoint(sample_ids):
+            return
+        logprobs = inputs.trainer_logprobs.detach().float()
+        of_masks = [v.float() for name, v in metrics.items() if name.startswith("masked_share")]
+        masked = torch.stack([torch.zeros_like(logprobs), *of_masks]).amax(0)
+        rows = [logprobs, inputs.entropy.float(), masked, torch.ones_like(logprobs)]
+        parts = torch.stack(rows).detach().split([self._lengths[i] for i in sample_ids], dim=1)
+        for i, part in zip(sample_ids, parts, strict=True):
+            if i in self._values:
+                self._values[i] = part
+
+    def collect(self, world_size: int) -> None:
+        """Bring the values of all ranks to rank 0, and wait for them. Every rank must call this."""
+        found = torch.cat([*self._values.values()], dim=1)
+        if world_size > 1:  # each sample is computed by at most one rank; the others have zeros
+            torch.distributed.reduce(found, 0)
+        values = found.cpu().numpy()
+        values[:3, values[3] == 0] = np.nan
+        stops = np.cumsum([self._lengths[i] for i in self._values])
+        parts = np.split(values[:3], stops[:-1], axis=1)
+        self.of_samples = dict(zip(self._values, parts, strict=True))
 
 
 class TokenMeans:
@@ -255,9 +313,8 @@ def device_metrics(device: torch.device, num_flops: int, seconds: float) -> dict
     if device.type != "cuda":
         import resource
 
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        return {"peak_memory_gb": peak_rss / 1e9}
+        peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return {"peak_memory_gb": peak_kib * 1024 / 1e9}
     metrics = {"peak_memory_gb": torch.cuda.max_memory_allocated(device) / 1e9}
     torch.cuda.reset_peak_memory_stats(device)
     peak = peak_flops(torch.cuda.get_device_name(device))

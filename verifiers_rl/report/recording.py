@@ -14,9 +14,8 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from importlib.metadata import distributions
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,11 @@ from transformers import TrainerCallback
 from verifiers_rl.config import default_options
 from verifiers_rl.data import describe_error
 from verifiers_rl.process.loop_thread import LoopThread
+from verifiers_rl.report.metrics import TokenValues
 from verifiers_rl.report.rollouts import RolloutWriter, WritingError
 from verifiers_rl.report.run_folder import read_run, remove_rollouts, write_run
-from verifiers_rl.report.token_values import TokenTexts, TokenValues, choose_samples, token_columns
 from verifiers_rl.report.trackers import name_wandb_project, print_rollouts, send_table
-from verifiers_rl.types import Batch, Rollout, Split
+from verifiers_rl.types import Batch, Rollout, Sample, SampleSizes, Split
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ class RolloutFiles(TrainerCallback):
         self._folder = Path(trainer.args.output_dir)
         self._is_main = trainer.args.process_index == 0
         self._values: TokenValues | None = None  # of this step
-        self._texts: TokenTexts | None = None
+        self._texts = TokenTexts(trainer.processing_class)
         self._writer: RolloutWriter | None = None  # during a run, as are
         self._thread: LoopThread | None = None  # that of the writer, and
         self._job: Future[None] | None = None  # what it was given last
@@ -137,12 +136,7 @@ class RolloutFiles(TrainerCallback):
         batch = self._trainer.batch
         if self._writer is None or batch is None:
             return
-        if self._values is not None and self._texts is None:
-            self._texts = TokenTexts(self._trainer.processing_class)
-        # A batch that tells no groups: neighbours of one example are one.
-        groups = batch.groups or [
-            list(own) for _, own in groupby(batch.rollouts, lambda r: (r.env, r.example_id))
-        ]
+        groups = batch.groups or [batch.rollouts]
         self._append("train", state.global_step, groups, batch, self._values)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -183,17 +177,16 @@ class RolloutFiles(TrainerCallback):
         """Let the thread write these rollouts. Wait until it has written those before."""
 
         async def write() -> None:
-            kept = {id(rollout) for rollout in batch.rollouts} if batch is not None else ()
             number_of = {id(s): i for i, s in enumerate(batch.samples)} if batch is not None else {}
             rows = []
             for number, group in enumerate(groups):
                 for rollout in group:
-                    row = row_of(rollout, step, split, number, id(rollout) in kept)
                     samples = [
                         (number_of.get(id(sample), -1), sample) for sample in rollout.samples
                     ]
+                    is_kept = any(n >= 0 for n, _ in samples)
+                    row = row_of(rollout, step, split, number, is_kept)
                     if values is not None and any(n in values.of_samples for n, _ in samples):
-                        assert self._texts is not None
                         row |= {"has_tokens": True, **token_columns(samples, values, self._texts)}
                     rows.append(row)
             if self._writer is not None:
@@ -266,4 +259,86 @@ def changed_options(args: Any) -> dict[str, Any]:
         name: value
         for name, default in default_options(args).items()
         if (value := getattr(args, name, default)) != default and not name.endswith("_token")
+    }
+
+
+# --- Tokens ---------------------------------------------------------------------------------------
+
+
+def choose_samples(sizes: SampleSizes, step: int, groups_per_batch: int, share: float) -> Any:
+    """Return which samples have their tokens written, (S,) bool: those of every (1 / share)-th
+    group of the run. Each rank finds the same. What is no rollout is not written.
+
+    Args:
+        sizes: of the batch.
+        step: of the batch, from 0.
+        groups_per_batch: groups that a batch is meant to have.
+        share: 0 to 1.
+    """
+    number = step * groups_per_batch + sizes.group_ids
+    is_chosen = np.floor(number * share) > np.floor((number - 1) * share)
+    return is_chosen & (sizes.rollout_ids >= 0)
+
+
+class TokenTexts:
+    """The text of single tokens.
+
+    Args:
+        tokenizer: of the model.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._one = lru_cache(maxsize=None)(self._text)
+
+    def of(self, token_ids: np.ndarray) -> list[str]:
+        """Return the text of each token; "" for one that the tokenizer does not know. A character
+        that several tokens make is the text of the last one; that of the others is "".
+        """
+        ids, texts, start = token_ids.tolist(), list[str](), 0
+        for stop, token in enumerate(ids, 1):
+            text = (
+                self._one(token) if start == stop - 1 else self._tokenizer.decode(ids[start:stop])
+            )
+            # A character has at most four bytes, each of which may be a token.
+            is_part = text.endswith("\ufffd") and start > stop - 4 and stop < len(ids)
+            texts.append("" if is_part else text)
+            start = start if is_part else stop
+        return texts
+
+    def _text(self, token: int) -> str:
+        text = self._tokenizer.decode([token])
+        # Sentencepiece drops the space in front of a text, and this is the middle of one.
+        starts = str(self._tokenizer.convert_ids_to_tokens(token)).startswith("\u2581")
+        return f" {text}" if starts and not text.startswith(" ") else text
+
+
+def token_columns(
+    samples: Sequence[tuple[int, Sample]], values: TokenValues, texts: TokenTexts
+) -> dict[str, Any]:
+    """Return what the file of rollouts has of the tokens of one rollout, one sample after the
+    other: arrays of T tokens, by the name of their column.
+
+    Args:
+        samples: of the rollout, each with its number in the batch.
+        values: collected.
+        texts: of the tokenizer.
+    """
+    columns = {
+        name: np.concatenate([getattr(sample, name) for _, sample in samples])
+        for name in Sample.DTYPES
+    }
+    lengths = [len(sample.token_ids) for _, sample in samples]
+    of_loss = np.full((3, sum(lengths)), np.nan, np.float32)
+    found = [
+        values.of_samples.get(number, np.full((3, sample.num_loss_tokens), np.nan))
+        for number, sample in samples
+    ]
+    of_loss[:, columns["loss_mask"]] = np.concatenate(found, axis=1)
+    return columns | {
+        "sample": np.repeat(np.arange(len(lengths), dtype=np.int32), lengths),
+        "token_texts": texts.of(columns["token_ids"]),
+        "trainer_logprobs": of_loss[0],
+        "entropy": of_loss[1],
+        "is_masked": of_loss[2] > 0,
     }

@@ -157,19 +157,19 @@ class Tokenization:
         if not len(rows):
             raise DatasetError(f"data {name}: it has no rows; look at the file and at its split")
         found, num, longest = list[list[Tokens]](), Counter[str](), self._max_seq_len
-        with WaitingLine(lambda: f"the tokens of rows: {number} of {len(rows)}") as line:
-            for number in range(len(rows)):
-                if number % 1000 == 0:
-                    line.show()
-                try:
-                    samples = self.of_row(rows[number])
-                except DatasetError as error:
-                    raise DatasetError(f"data {name}, row {number}: {error}") from error
-                num["conversations of several samples"] += len(samples) > 1
-                num["cut at max_seq_len"] += any(len(ids) > longest for ids, _ in samples)
-                cut = [(ids[:longest], mask[:longest]) for ids, mask in samples]
-                if kept := [(ids, mask) for ids, mask in cut if mask.any()]:
-                    found.append(kept)
+        line = WaitingLine(lambda: f"the tokens of rows: {number} of {len(rows)}")
+        for number in range(len(rows)):
+            if number % 1000 == 0:
+                line.show()
+            try:
+                samples = self.of_row(rows[number])
+            except DatasetError as error:
+                raise DatasetError(f"data {name}, row {number}: {error}") from error
+            num["conversations of several samples"] += len(samples) > 1
+            num["cut at max_seq_len"] += any(len(ids) > longest for ids, _ in samples)
+            cut = [(ids[:longest], mask[:longest]) for ids, mask in samples]
+            if kept := [(ids, mask) for ids, mask in cut if mask.any()]:
+                found.append(kept)
         if not found:
             raise DatasetError(
                 f"data {name}: none of its {len(rows)} rows has a loss token among the first "

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 from verifiers_rl.lazy import load_on_first_use
 
 if TYPE_CHECKING:
-    from verifiers_rl.sync.adapters import check_adapter as check_adapter
     from verifiers_rl.sync.agreement import check_agreement as check_agreement
     from verifiers_rl.sync.pool import ServerPool as ServerPool
+    from verifiers_rl.sync.sources import check_adapter as check_adapter
     from verifiers_rl.sync.sources import full_sources as full_sources
     from verifiers_rl.sync.sources import gathering as gathering
     from verifiers_rl.sync.sources import in_checkpoint_form as in_checkpoint_form
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from verifiers_rl.sync.weight_sync import WeightSync as WeightSync
 
 HOME = {
-    "check_adapter": "adapters",
+    "check_adapter": "sources",
     "full_sources": "sources",
     "in_checkpoint_form": "sources",
     "ServerPool": "pool",

@@ -33,12 +33,12 @@ from verifiers_rl.inference import (
     ServerLostError,
     wait_for_servers,
 )
-from verifiers_rl.sync.adapters import choose_lora_sync
-from verifiers_rl.sync.weight_sync import InFlight, WeightSync, push_to_all
+from verifiers_rl.sync.sources import choose_lora_sync
+from verifiers_rl.sync.weight_sync import WeightSync, push_to_all
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 2.0  # between two looks at a replica
+POLL_S = 2.0  # between two looks at a replica
 
 
 class Replica:
@@ -150,14 +150,9 @@ class ServerPool:
         finds = {one.client: partial(self._find, one) for one in self.replicas}
         return wait_for_servers(finds, number, self.timeout_s)
 
-    def push(
-        self, model: nn.Module, policy_version: int, in_flight: InFlight = "recompute"
-    ) -> dict[str, float]:
+    def push(self, model: nn.Module, policy_version: int) -> dict[str, float]:
         """Replace the policy of all replicas that answer; return once they have the weights. One
         that fails is left out, and the others go on.
-
-        Args:
-            in_flight: see `push_to_all`.
 
         Returns:
             `sync_s` seconds, `sync_bytes` bytes sent to all replicas together, and `num_servers`
@@ -175,7 +170,7 @@ class ServerPool:
         if not pushed:
             raise self._error_of_all()
         self.policy_version, num_bytes = None, 0
-        errors = push_to_all([sync for _, sync in pushed], model, policy_version, in_flight)
+        errors = push_to_all([sync for _, sync in pushed], model, policy_version)
         for (replica, sync), error in zip(pushed, errors, strict=True):
             try:
                 if error is not None:
@@ -219,7 +214,7 @@ class ServerPool:
             InferenceServerError: none has, and waiting would not help.
         """
         with ThreadPoolExecutor(len(self.replicas)) as threads:
-            list(threads.map(self._look_at, self._serving()))
+            list(threads.map(self._poll, self._serving()))
         if not self._serving():
             raise self._error_of_all()
 
@@ -293,15 +288,15 @@ class ServerPool:
         self._stop.clear()
 
         def watch(replica: Replica) -> None:
-            while not self._stop.wait(LOOK_S):
-                self._look_at(replica)
+            while not self._stop.wait(POLL_S):
+                self._poll(replica)
 
         for replica in self.replicas[len(self._watching) :]:
             thread = threading.Thread(target=watch, args=(replica,), name="replica", daemon=True)
             thread.start()
             self._watching.append(thread)
 
-    def _look_at(self, replica: Replica) -> None:
+    def _poll(self, replica: Replica) -> None:
         sync = replica.sync
         try:
             if sync is None or replica.policy_version is None:
@@ -329,7 +324,7 @@ class ServerPool:
                     continue
                 self.replicas = [*self.replicas, new]
             logger.warning("the server at %s joins the run", new.url)
-            self._look_at(new)
+            self._poll(new)
 
     def _find(self, replica: Replica) -> dict[str, Any]:
         """Take in a replica that answers; return its status.

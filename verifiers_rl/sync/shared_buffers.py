@@ -25,7 +25,7 @@ from torch import Tensor
 
 _PAGE = 4096
 _GIVEN_UP, _FILLED, _COUNTS = 0, 1, 2  # words; from _COUNTS on, one for each worker
-_LOOK_S = 2e-4  # memory has no event that can be awaited up to a deadline
+_POLL_S = 2e-4  # memory has no event that can be awaited up to a deadline
 _fence = threading.Lock()
 
 
@@ -78,7 +78,7 @@ class SharedBuffers:
         for size in sizes:
             number = int(self._words[_FILLED])
             while number - self._words[_COUNTS:].min() >= len(self._buffers):
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_POLL_S)
             buffer = memoryview(self._buffers[number % len(self._buffers)])
             start = 0
             while start < size:
@@ -108,7 +108,7 @@ class SharedBuffers:
                 raise GivenUpError("the trainer left, or another worker failed")
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no weights came in {timeout_s:g} s (vllm_server_timeout)")
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         _order_writes()
         copy = torch.from_numpy(self._buffers[number % len(self._buffers), :num_bytes]).clone()
         _order_writes()

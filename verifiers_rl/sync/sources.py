@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from verifiers_rl.sync.adapters import check_adapter
+from verifiers_rl.option_rules import ConfigError
 from verifiers_rl.sync.plan import AdapterConfig, TransferPlan
 
 
@@ -29,6 +29,66 @@ class Source(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     make: Callable[[], Tensor]
+
+
+# Options of PEFT's LoraConfig that change what an adapter computes.
+_NOT_PLAIN = (
+    *("use_dora", "lora_bias", "kasa_config", "alora_invocation_tokens"),
+    *("use_qalora", "use_bdlora", "arrow_config", "monteclora_config"),
+)
+# Values of LoraConfig.init_lora_weights that leave the base weights as they are. Any other value,
+# also one of a later PEFT, may move a part of the base weights into the adapter.
+_KEEPS_BASE_WEIGHTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+
+
+def choose_lora_sync(
+    wanted: Literal["auto", "adapter", "merged"], status: dict[str, Any]
+) -> Literal["adapter", "merged"]:
+    """Return what is sent with LoRA to a server of this status.
+
+    "auto" follows from how the server was started, whatever carries the weights. One with
+    --enable-lora takes adapters only. One without it takes merged weights only, and they are sent
+    where that loses nothing, in float32: vLLM on a CPU samples from merged weights 2.5 times as
+    fast as through an adapter, which is worth more than the bytes of a push. In bfloat16 the
+    merged weights would lose small changes to rounding, so there an adapter is wanted, and the
+    server's refusal names the flag.
+    """
+    if wanted != "auto":
+        return wanted
+    is_exact = status["dtype"] == "float32"
+    return "merged" if is_exact and status["lora_dtype"] is None else "adapter"
+
+
+def check_adapter(config: Any, lora_sync: str) -> None:
+    """Raise ConfigError for a PEFT config that the server could not reproduce."""
+    from peft import LoraConfig
+
+    not_plain = [name for name in _NOT_PLAIN if getattr(config, name, None)]
+    if not isinstance(config, LoraConfig) or not_plain:
+        raise ConfigError(
+            f"peft_config={' with '.join([type(config).__name__, *not_plain])}: only "
+            "plain LoRA can be sent to vLLM (no DoRA, no lora_bias)"
+        )
+    if lora_sync == "merged" or config.modules_to_save:  # which are sent merged only
+        return
+    reasons = {
+        "target_parameters": "the adapter reaches into tensors that hold the experts of a layer; "
+        "leave these layers out of lora_target_modules, as its default does",
+        "rank_pattern": "vLLM has one rank and alpha for an adapter",
+        "alpha_pattern": "vLLM has one rank and alpha for an adapter",
+    }
+    found = {name: reason for name, reason in reasons.items() if getattr(config, name, None)}
+    if config.init_lora_weights not in _KEEPS_BASE_WEIGHTS:
+        found["init_lora_weights"] = "it changes the base weights, so the server's do not fit"
+    if config.bias != "none":
+        found["bias"] = "vLLM takes no biases in an adapter"
+    for name, reason in found.items():
+        value = getattr(config, name)
+        value = sorted(value) if isinstance(value, list | set) else value
+        raise ConfigError(f"peft_config.{name}={value!r}: {reason}; set lora_sync='merged'")
+
+
+# --- What travels ---------------------------------------------------------------------------------
 
 
 def what_to_send(

@@ -50,12 +50,10 @@ from verifiers_rl.sync.sources import Source, buckets_of, what_to_send
 
 logger = logging.getLogger(__name__)
 
-InFlight = Literal["recompute", "keep"]
-
 LAST_WORD_S = 60.0  # for the server's answer, when NCCL has failed on our side
 # Seconds that a push waits for a server that makes no progress while the others do.
 STALL_S = 60.0
-LOOK_S = 0.5
+POLL_S = 0.5
 
 
 def choose_backend(
@@ -185,14 +183,13 @@ class WeightSync:
             status["world_size"],
         )
 
-    def begin_push(self, policy_version: int, in_flight: InFlight) -> None:
+    def begin_push(self, policy_version: int) -> None:
         """Let the connected server take one push. See `push_to_all`."""
         if self.connection is None:
             raise ServerLostError(f"the connection to {self.client.base_url} was given up")
         fields = {
             "connection": self.connection,
             "policy_version": policy_version,
-            "in_flight": in_flight,
             "timeout_s": self.timeout_s,
         }
         num_bytes = self.plan.num_bytes if self._nccl is None else 0
@@ -266,10 +263,12 @@ def push_to_all(
     syncs: Sequence[WeightSync],
     model: nn.Module,
     policy_version: int,
-    in_flight: InFlight,
     stall_s: float = STALL_S,
 ) -> list[BaseException | None]:
     """Replace the policy of these servers by this model's weights.
+
+    Requests that are being answered are frozen meanwhile. They continue under the new weights, with
+    their keys and values so far.
 
     Each server has a deadline of its own. One that fails, or that makes no progress for `stall_s`
     while the others do, does not hold up the others.
@@ -277,9 +276,6 @@ def push_to_all(
     Args:
         syncs: one for each server, all of one dtype; those that are not connected are connected
             first.
-        in_flight: requests that are being answered are frozen during the swap and continue under
-            the new weights. Their keys and values so far are computed again ("recompute"), or kept
-            as they are ("keep").
 
     Returns:
         For each server, the error by which it has failed, or None.
@@ -292,7 +288,7 @@ def push_to_all(
     together = Together(syncs, stall_s)
     try:
         together.begin(lambda sync: sync.connect(model, sources, adapter))
-        together.begin(lambda sync: sync.begin_push(policy_version, in_flight))
+        together.begin(lambda sync: sync.begin_push(policy_version))
         together.wait()
         for sync in together.living[:1]:  # all have the same plan
             for bucket in buckets_of(sync.plan, sources, model):
@@ -335,20 +331,18 @@ class Together:
         long again, and `stall_s` more; until then, only the deadlines of their requests.
         """
         start, deadline, todo = time.monotonic(), math.inf, {*self._running}
-        with WaitingLine(
-            lambda: f"{len(todo)} of {len(self._running)} servers to take weights"
-        ) as line:
-            while todo:
-                done, todo = wait(todo, LOOK_S, FIRST_COMPLETED)
-                now = time.monotonic()
-                for future in done:
-                    if (error := future.exception()) is not None:
-                        self._lose(self._running[future], error)
-                    else:
-                        deadline = min(deadline, now + (now - start) + self._stall_s)
-                if now > deadline:
-                    break
-                line.show()
+        line = WaitingLine(lambda: f"{len(todo)} of {len(self._running)} servers to take weights")
+        while todo:
+            done, todo = wait(todo, POLL_S, FIRST_COMPLETED)
+            now = time.monotonic()
+            for future in done:
+                if (error := future.exception()) is not None:
+                    self._lose(self._running[future], error)
+                else:
+                    deadline = min(deadline, now + (now - start) + self._stall_s)
+            if now > deadline:
+                break
+            line.show()
         for future in todo:
             late = "did not end in time, or made no progress while the others did"
             sync = self._running[future]

@@ -98,7 +98,6 @@ export const SECTIONS = [
       "num_turns",
       "truncated_share",
       "error_share",
-      "timed_out_tokens",
       "broken_turn_share",
     ],
   },
