@@ -21,8 +21,16 @@ from verifiers_rl.config import ConfigError
 from verifiers_rl.envs import workers
 from verifiers_rl.envs.base import InvalidEnvironmentError, needs_script, pickle_for_worker
 from verifiers_rl.envs.make import make_runner
-from verifiers_rl.envs.messages import WorkerError, frame, pack_group, receive, unpack_group
-from verifiers_rl.envs.workers import WorkerEnvironment, WorkerPool, count_workers
+from verifiers_rl.envs.workers import (
+    WorkerEnvironment,
+    WorkerError,
+    WorkerPool,
+    count_workers,
+    frame,
+    pack_group,
+    receive,
+    unpack_group,
+)
 from verifiers_rl.orchestrator import Orchestrator
 from verifiers_rl.requests import Places, Progress
 from verifiers_rl.types import Rollout, Sample
@@ -371,11 +379,9 @@ def test_messages_keep_every_field_of_a_rollout(tmp_path):
     failed = Rollout(4, "q", error=ValueError("what"), record=b'{"turns": []}')
 
     async def there_and_back():
-        rollouts, arrays = pack_group([well, failed])
         reader = asyncio.StreamReader()
-        reader.feed_data(b"".join(frame({"rollouts": rollouts}, arrays)))
-        message, received = await receive(reader)
-        return unpack_group(message["rollouts"], received)
+        reader.feed_data(b"".join(frame(*pack_group([well, failed]))))
+        return unpack_group(*await receive(reader))
 
     first, second = asyncio.run(there_and_back())
     for name in ("example_id", "prompt", "completion", "env", "role", "reward", "metrics",

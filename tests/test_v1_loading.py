@@ -14,9 +14,9 @@ from tests.helpers import load_example, make_request, only_runner
 from verifiers_rl import RLConfig, WeightedEnv
 from verifiers_rl.data import ENDLESS, order_examples
 from verifiers_rl.envs.base import InvalidEnvironmentError
+from verifiers_rl.envs.chat_harness import IN_PROCESS
 from verifiers_rl.envs.make import make_runner
-from verifiers_rl.envs.v1_loading import IN_PROCESS, load_v1_environment
-from verifiers_rl.envs.v1_tasks import NUM_KEPT, TaskStream
+from verifiers_rl.envs.v1_loading import NUM_KEPT, TaskStream, load_v1_environment
 
 HERE = Path(__file__).parent / "v1"
 
