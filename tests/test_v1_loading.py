@@ -46,7 +46,7 @@ SCRIPT = """
 import json
 import verifiers.v1 as vf
 from verifiers_rl import RLConfig
-from verifiers_rl.envs import make_runner
+from verifiers_rl.envs.make import make_runner
 
 
 class Config(vf.TasksetConfig):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import logging
 import math
+import os
 import pickle
 import pickletools
 import re
@@ -87,11 +88,16 @@ def check_importable(script: Any) -> None:
         )
 
 
-def add_folders(folders: Sequence[Path]) -> None:
-    """Make the modules in these folders importable, first those of the first folder."""
-    for folder in reversed(folders):
-        if str(folder) not in sys.path:
-            sys.path.insert(0, str(folder))
+def add_folders(*folders: Path) -> None:
+    """Make the modules in these folders importable, first those of the first folder: here, and by
+    PYTHONPATH in processes that are started from here, such as tool servers.
+    """
+    for folder in map(str, reversed(folders)):
+        inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        if folder not in inherited:
+            os.environ["PYTHONPATH"] = os.pathsep.join([folder, *inherited])
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
     importlib.invalidate_caches()
 
 

@@ -151,7 +151,7 @@ def make_environment(recipe: Mapping[str, Any]) -> Any:
         )
     from verifiers_rl.envs.classic import ClassicEnvironment
 
-    add_folders(folders)
+    add_folders(*folders)
     verifiers: Any = importlib.import_module("verifiers")
     env = verifiers.load_environment(table["id"].split("@", 1)[0], **table.get("args", {}))
     return ClassicEnvironment(env, options)

@@ -30,6 +30,7 @@ from verifiers_rl.envs import v1_changes as v1_changes
 from verifiers_rl.envs.base import (
     InvalidEnvironmentError,
     RunnerOptions,
+    add_folders,
     check_logprobs,
     finite_reward,
     pickle_for_worker,
@@ -45,7 +46,6 @@ from verifiers_rl.envs.v1_loading import (
     describe,
     environment_of,
     first_messages,
-    let_tool_servers_import_from,
     plays_in_our_chat_here,
     with_local_chat,
     without_tasks,
@@ -117,7 +117,7 @@ class V1Environment:
         module = sys.modules.get(type(self.taskset).__module__)
         folder = Path(getattr(module, "__file__", None) or "").parent
         if str(folder) in sys.path and "site-packages" not in folder.parts:  # a script's
-            let_tool_servers_import_from(folder)
+            add_folders(folder)  # for tool servers, which import its module
         given = self._given
         self.env = with_local_chat(environment_of(given) if given is self.taskset else given)
         in_process = self.options.tools_in_process and plays_in_our_chat_here(self.env)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import importlib
 import itertools
-import os
 import pkgutil
 import sys
 import threading
@@ -61,9 +60,7 @@ def load_v1_environment(given: Mapping[str, Any], *folders: Path) -> vf.Env:
         InvalidEnvironmentError: an id is not installed or is a classic environment's, or verifiers
             refuses a key or a value; one line names it.
     """
-    add_folders(folders)
-    for folder in reversed(folders):
-        let_tool_servers_import_from(folder)
+    add_folders(*folders)
     table = copy.deepcopy(dict(given))
     if "taskset" not in table:
         refuse_classic(table["id"])
@@ -96,13 +93,6 @@ def refuse_classic(env_id: str) -> None:
             f"[env] id={env_id!r} is a classic environment, which needs an older verifiers; "
             f"{HOW_TO_MAKE_PYTHON} beside the id"
         )
-
-
-def let_tool_servers_import_from(folder: Path) -> None:
-    """Add the folder to PYTHONPATH. Tool servers are processes that import the taskset's module."""
-    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if str(folder) not in paths:
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, paths)])
 
 
 def _resolve(table: dict[str, Any], taskset_table: str = "taskset") -> vf.EnvConfig:

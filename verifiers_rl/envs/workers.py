@@ -131,7 +131,8 @@ def pack_group(group: Sequence[Rollout]) -> tuple[dict[str, Any], bytes]:
 
 def unpack_group(message: dict[str, Any], content: bytes) -> list[Rollout]:
     """Return the rollouts that `pack_group` packed."""
-    columns, room, start = {}, bytearray(content), 0  # the arrays are views, and can be written
+    columns: dict[str, np.ndarray] = {}
+    room, start = bytearray(content), 0  # so that the arrays can be written
     for name, dtype, shape in message["columns"]:
         columns[name] = column = np.ndarray(shape, dtype, room, start)
         start += column.nbytes
@@ -440,7 +441,7 @@ class Worker:
 
     async def _hold_place(self, group: _Group, number: int, rollout: int) -> None:
         """Hold the place of a rollout that runs in the worker, until it has ended there."""
-        group.ended[rollout] = ended = asyncio.Queue()
+        ended = group.ended[rollout] = asyncio.Queue[bool]()
         to = {"group": number, "rollout": rollout}
         try:
             async with group.request.begin(rollout) as session:
