@@ -63,10 +63,11 @@ def load_v1_environment(given: Mapping[str, Any], *folders: Path) -> vf.Env:
     add_folders(*folders)
     table = copy.deepcopy(dict(given))
     if "taskset" not in table:
-        refuse_classic(table["id"])
         table = {"taskset": {"id": table["id"], **table.get("args", {})}}
     of_evaluation = table.pop("eval_taskset", None)
     try:
+        if "taskset" not in given:
+            refuse_classic(given["id"])
         env = loaders.load_environment(_resolve(table))
         if of_evaluation is not None:
             config = _resolve(table | {"taskset": table["taskset"] | of_evaluation}, "eval_taskset")

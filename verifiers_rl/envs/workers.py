@@ -39,7 +39,7 @@ import tempfile
 import traceback
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -250,24 +250,6 @@ class WorkerPool:
         await asyncio.gather(*(worker.close() for worker in self.workers))
 
 
-@dataclass
-class _Group:
-    """A group that a worker was given and has not returned.
-
-    Attributes:
-        request: for it.
-        result: its rollouts.
-        ended: by number of a rollout that has a place: that it has ended there, with whether its
-            server was lost.
-        tasks: those that hold the places of its rollouts.
-    """
-
-    request: GroupRequest
-    result: asyncio.Future[list[Rollout]]
-    ended: dict[int, asyncio.Queue[bool]] = field(default_factory=dict)
-    tasks: list[asyncio.Task[None]] = field(default_factory=list)
-
-
 class Worker:
     """A worker process, and this side of its connection. A process that ends is started again.
 
@@ -276,11 +258,12 @@ class Worker:
         timeout_s, python: see `WorkerPool`.
 
     Attributes:
-        groups: those that it was given and has not returned, by their number.
+        groups: those that it was given and has not returned, by their number: what it says of each,
+            or an error that ends the group.
     """
 
     def __init__(self, recipes: Sequence[dict[str, Any]], timeout_s: float, python: str) -> None:
-        self.groups: dict[int, _Group] = {}
+        self.groups: dict[int, asyncio.Queue[Any]] = {}
         self._recipes, self._python = recipes, python
         self._load_s, self._silent_s = max(timeout_s, LOAD_S), max(timeout_s, BLOCKED_S)
         self._num_deaths = 0  # since it returned a group
@@ -333,9 +316,8 @@ class Worker:
                     "%s: %s; another one is started, and its %d groups begin again",
                     *(self._what, problem, len(self.groups)),
                 )
-                for group in self.groups.values():
-                    if not group.result.done():
-                        group.result.set_exception(WorkerLostError(problem))
+                for said in self.groups.values():
+                    said.put_nowait(WorkerLostError(problem))
                 if self._num_deaths == MAX_DEATHS:
                     raise InvalidEnvironmentError(
                         f"{self._what}: a worker died {MAX_DEATHS} times and returned no group in "
@@ -365,7 +347,8 @@ class Worker:
             while not problem:
                 message, content = await receive(reader)
                 self._num_silent = 0
-                self._take_message(message, content)
+                if message.get("group") in self.groups:  # else it is alive, or that was cancelled
+                    self.groups[message["group"]].put_nowait((message, content))
         except TimeoutError:
             process.kill()
             problem = f"not loaded within {self._load_s:g} s; raise generation_timeout"
@@ -404,55 +387,57 @@ class Worker:
             InvalidEnvironmentError: a new process could not make the environments.
         """
         number = next(self._numbers)
-        group = _Group(request, asyncio.get_running_loop().create_future())
-        self.groups[number] = group
+        said = self.groups[number] = asyncio.Queue[Any]()
+        ended: dict[int, asyncio.Queue[bool]] = {}  # of rollouts that have a place
+        holding = []
         try:
             await asyncio.shield(self._ready)
             sent = {name: getattr(request, name) for name in _OF_REQUEST}
             self._send({"group": number, "env": env, "request": sent}, task)
-            rollouts = await group.result
-            self._num_deaths = 0
-            return rollouts
+            while True:
+                what = await said.get()
+                if isinstance(what, Exception):
+                    raise what
+                message, content = what
+                if "rollouts" in message:
+                    self._num_deaths = 0
+                    return unpack_group(message, content)
+                if "problem" in message:
+                    raise WorkerError(message["problem"])
+                rollout = message["rollout"]
+                if message["begins"]:
+                    ended[rollout] = asyncio.Queue()
+                    work = self._hold_place(number, rollout, request, ended[rollout])
+                    holding.append(asyncio.create_task(work))
+                else:
+                    ended[rollout].put_nowait(message["is_lost"])
         except (asyncio.CancelledError, ServerLostError):
             self._send({"group": number, "cancel": True})
             raise
         finally:
             del self.groups[number]
-            for holding in group.tasks:
-                holding.cancel()  # without effect on those of rollouts that have ended
+            for place in holding:
+                place.cancel()  # without effect on those of rollouts that have ended
 
-    def _send(self, message: Mapping[str, Any], content: bytes = b"") -> None:
-        if self._writer is not None:
-            self._writer.writelines(frame(message, content))
-
-    def _take_message(self, message: dict[str, Any], content: bytes) -> None:
-        group = self.groups.get(message.get("group", -1))
-        if group is None or group.result.done():
-            return  # it says that it is alive, or its group was cancelled
-        if "rollouts" in message:
-            group.result.set_result(unpack_group(message, content))
-        elif "problem" in message:
-            group.result.set_exception(WorkerError(message["problem"]))
-        elif message["begins"]:
-            holding = self._hold_place(group, message["group"], message["rollout"])
-            group.tasks.append(asyncio.create_task(holding))
-        else:
-            group.ended[message["rollout"]].put_nowait(message["is_lost"])
-
-    async def _hold_place(self, group: _Group, number: int, rollout: int) -> None:
+    async def _hold_place(
+        self, group: int, rollout: int, request: GroupRequest, ended: asyncio.Queue[bool]
+    ) -> None:
         """Hold the place of a rollout that runs in the worker, until it has ended there."""
-        ended = group.ended[rollout] = asyncio.Queue[bool]()
-        to = {"group": number, "rollout": rollout}
+        to = {"group": group, "rollout": rollout}
         try:
-            async with group.request.begin(rollout) as session:
+            async with request.begin(rollout) as session:
                 self._send({**to, "server": session.url})
                 async with session.watching():
                     session.is_lost = await ended.get()
         except SessionLostError:
             self._send({**to, "is_lost": True})
         except Exception as error:  # the group cannot go on, whatever it is
-            if not group.result.done():
-                group.result.set_exception(error)
+            if group in self.groups:
+                self.groups[group].put_nowait(error)
+
+    def _send(self, message: Mapping[str, Any], content: bytes = b"") -> None:
+        if self._writer is not None:
+            self._writer.writelines(frame(message, content))
 
     async def _watch(self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader) -> None:
         """Report a process that is blocked, and end it after `_silent_s`."""
