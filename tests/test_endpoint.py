@@ -5,11 +5,18 @@ import asyncio
 import aiohttp
 import pytest
 from aiohttp import web
+from verifiers.v1 import HarnessError
 
 from tests import test_environments_v1 as v1
 from tests.test_environments_v1 import check_tokens, load, play
 from verifiers_rl.envs import chat_harness
-from verifiers_rl.envs.chat_harness import CHAT, RefusedError, post_in_memory
+from verifiers_rl.envs.chat_harness import (
+    CHAT,
+    ChatHarness,
+    ChatHarnessConfig,
+    RefusedError,
+    post_in_memory,
+)
 
 tokenizer, on_the_path = v1.tokenizer, v1.on_the_path  # fixtures
 
@@ -103,3 +110,9 @@ def test_model_calls_of_the_chat_need_no_socket(tokenizer, tmp_path, monkeypatch
     assert [rollout.error for rollout in rollouts] == [None] * 3
     assert len(used) == 3
     check_tokens(rollouts, requests)
+
+
+def test_the_chat_outside_of_a_run_says_what_to_choose():
+    harness = ChatHarness(ChatHarnessConfig())
+    with pytest.raises(HarnessError, match="'verifiers_rl' plays in .* of a run only; .*'null'"):
+        asyncio.run(harness.launch(None, None, None, "http://unused/v1", "secret", {}, None))

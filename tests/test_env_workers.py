@@ -372,6 +372,8 @@ def test_messages_keep_every_field_of_a_rollout(tmp_path):
         Sample([1, 2, 3], [False, True, True], [0.0, -0.5, float("nan")], [-1, 4, 5]),
         Sample([7, 8], [False, True], [0.0, -0.25], [-1, 6]),
     ]
+    samples[0].extras["experts"] = np.arange(6, dtype=np.int16).reshape(3, 1, 2)
+    samples[1].extras["allowed"] = np.array([[3, 4], [5, -1]], np.int32)
     well = Rollout(3, "p", "c", "env", "role", 0.5, {"m": 1.0}, samples, 2, True, 0.25)
     well.has_own_advantages = True
     well.set_advantage([0.0, 1.0, 2.0, 0.0, 3.0])
@@ -393,6 +395,11 @@ def test_messages_keep_every_field_of_a_rollout(tmp_path):
         for name in ("token_ids", "loss_mask", "policy_versions", "advantages"):
             assert list(getattr(sample, name)) == list(getattr(same, name)), name
         assert np.array_equal(sample.inference_logprobs, same.inference_logprobs, equal_nan=True)
+        for name, column in same.extras.items():
+            assert sample.extras[name].dtype == column.dtype
+            assert sample.extras[name].tolist() == column.tolist()
+        sample.token_ids += 1  # the arrays can be written
+    assert (first.samples[1].extras["experts"] == -1).all()
     assert str(second.error) == "ValueError: what" and second.example_id == 4
 
 

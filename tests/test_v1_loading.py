@@ -321,11 +321,13 @@ def test_the_line_at_the_start_says_what_is_played_where(tmp_path, capsys):
             r"taskset 'needy' not found .*: No module named 'not_there'",
         ),
         ({"taskset": {"id": "bare"}}, r"'bare' defines no `__all__`"),
+        ({"id": "unlucky"}, "cannot load the environment 'unlucky': ValueError: no luck"),
     ],
 )
 def test_what_a_toml_has_wrong_is_one_line_with_key_value_and_hint(table, message, tmp_path):
     (tmp_path / "needy.py").write_text("import not_there\n")
     (tmp_path / "bare.py").write_text("")
+    (tmp_path / "unlucky.py").write_text("raise ValueError('no luck')\n")
     sys.path.insert(0, str(tmp_path))
     try:
         with pytest.raises(InvalidEnvironmentError, match=message) as caught:

@@ -106,7 +106,10 @@ class ChatHarness(Harness[ChatHarnessConfig]):
         for server in getattr(serving, "servers", [serving]):
             if secret in getattr(server, "sessions", ()):
                 return server.runner
-        raise HarnessError(f"the harness {IN_PROCESS!r} plays in environments of a run only")
+        raise HarnessError(
+            f"the harness {IN_PROCESS!r} plays in environments of a run only; elsewhere, 'null' is "
+            "the same chat"
+        )
 
     async def _chat(
         self, post: Post, model: str, data: Any, tools: Tools, is_gated: bool
