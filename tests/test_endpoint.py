@@ -114,5 +114,5 @@ def test_model_calls_of_the_chat_need_no_socket(tokenizer, tmp_path, monkeypatch
 
 def test_the_chat_outside_of_a_run_says_what_to_choose():
     harness = ChatHarness(ChatHarnessConfig())
-    with pytest.raises(HarnessError, match="'verifiers_rl' plays in .* of a run only; .*'null'"):
+    with pytest.raises(HarnessError, match=r"'verifiers_rl' plays in .* of a run only; .*'null'"):
         asyncio.run(harness.launch(None, None, None, "http://unused/v1", "secret", {}, None))
