@@ -169,17 +169,14 @@ def with_local_urls(owner: Any) -> Any:
 
 @asynccontextmanager
 async def open_shared(taskset: Any) -> AsyncIterator[None]:
-    """Hold the toolsets that rollouts share.
-
-    Args:
-        taskset: from `with_local_urls`.
-    """
+    """Hold the toolsets of a taskset that rollouts share and that have `LocalUrl`s."""
     toolsets = taskset.toolsets(taskset.config)
-    taskset.toolsets = lambda config: toolsets  # with the urls that are filled below
+    urls = [url for toolset in toolsets if isinstance(url := toolset.config.url, LocalUrl)]
+    if urls:
+        taskset.toolsets = lambda config: toolsets  # rollouts find the tools in their urls
     async with AsyncExitStack() as stack:
-        for toolset in toolsets:
-            if isinstance(url := toolset.config.url, LocalUrl):
-                url.shared = await stack.enter_async_context(open_tools(url.toolset))
+        for url in urls:
+            url.shared = await stack.enter_async_context(open_tools(url.toolset))
         yield
 
 

@@ -18,7 +18,6 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -217,8 +216,7 @@ class V1Environment:
 
         async def serve() -> None:  # the task that opens a context must also close it
             try:
-                tools = open_shared(self.env.taskset) if self._has_tools_here else nullcontext()
-                async with tools, self.env.serving():
+                async with open_shared(self.env.taskset), self.env.serving():
                     if not is_up.done():  # nobody waits for it any more
                         is_up.set_result(None)
                     await self._stopping.wait()

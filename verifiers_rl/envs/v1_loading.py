@@ -183,7 +183,7 @@ def _exported_beside(cls: type) -> list[type]:
     or by the package around that. A script exports nothing, so all that it defines count.
     """
     own, around = (sys.modules.get(n) for n in (cls.__module__, cls.__module__.partition(".")[0]))
-    exported = []
+    exported: list[Any] = []
     for module in (own, around):
         if cls not in exported:
             exported = [getattr(module, name, None) for name in getattr(module, "__all__", ())]
