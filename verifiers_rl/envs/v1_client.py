@@ -14,7 +14,6 @@ from verifiers.v1.dialects import Dialect
 from verifiers.v1.dialects.chat import ChatDialect
 from verifiers.v1.errors import ProviderError
 from verifiers.v1.graph import PendingTurn
-from verifiers.v1.interception import server as interception
 from verifiers.v1.types import SamplingMask
 
 from verifiers_rl.envs.chat_harness import IN_PROCESS
@@ -201,17 +200,3 @@ def _turn_tokens(prompt_ids: list[int], reply: ChatReply) -> vf.TurnTokens:
         routed_experts=routed_experts,
         sampling_mask=None if mask is None else SamplingMask(counts=mask[0], ids=mask[1]),
     )
-
-
-_stock_resolve_client = interception.resolve_client
-
-
-def _resolve_client(config: Any) -> vf.Client:
-    """Make a client from its configuration. verifiers' own function knows only two kinds."""
-    if isinstance(config, TokenClientConfig):
-        return TokenClient(config)
-    return _stock_resolve_client(config)
-
-
-# Not needed once the configuration of a client can name its class.
-interception.resolve_client = _resolve_client
