@@ -132,7 +132,7 @@ def demonstrations(num: int, seed: int, noise: float) -> list[dict[str, Any]]:
 
 
 def make_env(task: str) -> Any:
-    from verifiers_rl.envs import load_v1_environment
+    from verifiers_rl.envs.v1_loading import load_v1_environment
 
     if task == "sort":
         taskset: dict[str, Any] = {"id": "compare_losses"}

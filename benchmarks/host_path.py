@@ -116,7 +116,7 @@ def packed_reply(token_ids: np.ndarray, logprobs: np.ndarray) -> bytes:
 def sample_of_packed_reply(reply: bytes) -> Any:
     import verifiers.v1 as vf
 
-    from verifiers_rl.envs.v1_samples import samples_from_trace
+    from verifiers_rl.envs.v1 import samples_from_trace
     from verifiers_rl.inference.packed_tokens import unpack_sampled
 
     token_ids, logprobs = unpack_sampled(json.loads(reply)["packed_tokens"])
@@ -129,16 +129,16 @@ def sample_of_packed_reply(reply: bytes) -> Any:
 
 def frame_from_worker(token_ids: np.ndarray, logprobs: np.ndarray) -> bytes:
     """A rollout as a worker process sends it; the work until here is the worker's."""
-    from verifiers_rl.envs.messages import frame, pack_group
+    from verifiers_rl.envs.workers import frame, pack_group
     from verifiers_rl.types import Rollout
 
     sample = sample_of_packed_reply(packed_reply(token_ids, logprobs))
-    rollouts, arrays = pack_group([Rollout(0, "", samples=[sample], reward=0.5, num_turns=1)])
-    return b"".join(frame({"group": 0, "rollouts": rollouts}, arrays))
+    packed, arrays = pack_group([Rollout(0, "", samples=[sample], reward=0.5, num_turns=1)])
+    return b"".join(frame({"group": 0, **packed}, arrays))
 
 
 def sample_of_frame(data: bytes) -> Any:
-    from verifiers_rl.envs.messages import receive, unpack_group
+    from verifiers_rl.envs.workers import receive, unpack_group
 
     async def read() -> Any:
         reader = asyncio.StreamReader()
@@ -146,7 +146,7 @@ def sample_of_frame(data: bytes) -> Any:
         return await receive(reader)
 
     message, arrays = asyncio.run(read())
-    (rollout,) = unpack_group(message["rollouts"], arrays)
+    (rollout,) = unpack_group(message, arrays)
     rollout.set_advantage(0.5)
     return rollout.samples[0]
 

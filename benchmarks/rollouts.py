@@ -161,8 +161,8 @@ class Bench:
         scoring_s: float = 0.0, env_workers: Any = "auto",
     ) -> Any:  # fmt: skip
         from verifiers_rl import Orchestrator, RLConfig
-        from verifiers_rl.envs import load_v1_environment
         from verifiers_rl.envs.make import make_runner
+        from verifiers_rl.envs.v1_loading import load_v1_environment
 
         taskset = {"id": "rollouts", "scoring_s": scoring_s}
         env = load_v1_environment({"taskset": taskset, "num_turns": num_turns})

@@ -59,7 +59,7 @@ class ShortTaskset(vf1.Taskset[ShortTask, ShortConfig]):
 
 
 def make_env(prompt_length: int) -> Any:
-    from verifiers_rl.envs import load_v1_environment
+    from verifiers_rl.envs.v1_loading import load_v1_environment
 
     taskset = {"id": "short_steps", "prompt_length": prompt_length}
     return load_v1_environment({"taskset": taskset, "agent": {"harness": {"id": "null"}}})

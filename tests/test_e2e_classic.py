@@ -32,7 +32,7 @@ def test_a_classic_environment_trains_beside_one_of_v1(warm_start, tmp_path, mon
         return RLTrainer(str(warm_start), list(envs), RLConfig(**{**defaults, **options}))
 
     old = WeightedEnv(classic, "old", python=CLASSIC, folders=others)
-    from verifiers_rl.envs import load_v1_environment
+    from verifiers_rl.envs.v1_loading import load_v1_environment
 
     new = WeightedEnv(load_v1_environment({"taskset": taskset}), "new")
     flags = ("--enable-lora", "--max-lora-rank", "16", "--no-enable-prefix-caching")

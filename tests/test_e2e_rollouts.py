@@ -24,8 +24,8 @@ from tests.conftest import running_server
 from tests.helpers import ROOT, load_example, make_request, serving
 from verifiers_rl import RLConfig, RLTrainer, WeightedEnv
 from verifiers_rl.cli.config import load_run_config
-from verifiers_rl.envs import load_v1_environment
 from verifiers_rl.envs.make import make_runner
+from verifiers_rl.envs.v1_loading import load_v1_environment
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient
 from verifiers_rl.inference.packed_tokens import pack_ids, unpack_ids, unpack_sampled
 from verifiers_rl.inference.rollout_client import ServerClient

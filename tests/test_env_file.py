@@ -74,7 +74,8 @@ def test_environments_get_them_and_other_children_and_programs_do_not(
     toml.write_text('env_file = "secrets.env"\nmodel = "m"\n[env]\nid = "e"\n')
     seen = {}
     monkeypatch.setattr(
-        "verifiers_rl.envs.tables.load_table", lambda *_: seen.update(os.environ) or "loaded"
+        "verifiers_rl.envs.v1_loading.load_v1_environment",
+        lambda *_: seen.update(os.environ) or "loaded",
     )
     config = load_run_config(toml, checks_model=False)
     assert "PLAIN_NAME" not in environment  # not before an environment is loaded

@@ -22,15 +22,17 @@ from verifiers_rl.config import ConfigError
 from verifiers_rl.envs import workers
 from verifiers_rl.envs.base import InvalidEnvironmentError, needs_script, pickle_for_worker
 from verifiers_rl.envs.make import make_runner
-from verifiers_rl.envs.messages import (
+from verifiers_rl.envs.workers import (
     Outbox,
+    WorkerEnvironment,
     WorkerError,
+    WorkerPool,
+    count_workers,
     frame,
     pack_group,
     receive,
     unpack_group,
 )
-from verifiers_rl.envs.workers import WorkerEnvironment, WorkerPool, count_workers
 from verifiers_rl.orchestrator import Orchestrator
 from verifiers_rl.requests import Places, Progress
 from verifiers_rl.types import Rollout, Sample
@@ -372,6 +374,8 @@ def test_messages_keep_every_field_of_a_rollout(tmp_path):
         Sample([1, 2, 3], [False, True, True], [0.0, -0.5, float("nan")], [-1, 4, 5]),
         Sample([7, 8], [False, True], [0.0, -0.25], [-1, 6]),
     ]
+    samples[0].extras["experts"] = np.arange(6, dtype=np.int16).reshape(3, 1, 2)
+    samples[1].extras["allowed"] = np.array([[3, 4], [5, -1]], np.int32)
     well = Rollout(3, "p", "c", "env", "role", 0.5, {"m": 1.0}, samples, 2, True, 0.25)
     well.has_own_advantages = True
     well.set_advantage([0.0, 1.0, 2.0, 0.0, 3.0])
@@ -379,11 +383,9 @@ def test_messages_keep_every_field_of_a_rollout(tmp_path):
     failed = Rollout(4, "q", error=ValueError("what"), record=b'{"turns": []}')
 
     async def there_and_back():
-        rollouts, arrays = pack_group([well, failed])
         reader = asyncio.StreamReader()
-        reader.feed_data(b"".join(frame({"rollouts": rollouts}, arrays)))
-        message, received = await receive(reader)
-        return unpack_group(message["rollouts"], received)
+        reader.feed_data(b"".join(frame(*pack_group([well, failed]))))
+        return unpack_group(*await receive(reader))
 
     first, second = asyncio.run(there_and_back())
     for name in ("example_id", "prompt", "completion", "env", "role", "reward", "metrics",
@@ -395,6 +397,11 @@ def test_messages_keep_every_field_of_a_rollout(tmp_path):
         for name in ("token_ids", "loss_mask", "policy_versions", "advantages"):
             assert list(getattr(sample, name)) == list(getattr(same, name)), name
         assert np.array_equal(sample.inference_logprobs, same.inference_logprobs, equal_nan=True)
+        for name, column in same.extras.items():
+            assert sample.extras[name].dtype == column.dtype
+            assert sample.extras[name].tolist() == column.tolist()
+        sample.token_ids += 1  # the arrays can be written
+    assert (first.samples[1].extras["experts"] == -1).all()
     assert str(second.error) == "ValueError: what" and second.example_id == 4
 
 

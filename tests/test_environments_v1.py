@@ -24,10 +24,9 @@ from verifiers_rl.data import GroupFilter
 from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
 from verifiers_rl.envs.make import make_runner
 from verifiers_rl.envs.records import text_of
-from verifiers_rl.envs.v1 import V1Environment
+from verifiers_rl.envs.v1 import V1Environment, samples_from_trace
 from verifiers_rl.envs.v1_client import AssistantMessage, biased_options
 from verifiers_rl.envs.v1_loading import load_v1_environment
-from verifiers_rl.envs.v1_samples import samples_from_trace
 from verifiers_rl.inference.packed_tokens import pack_sampled, unpack_ids
 from verifiers_rl.inference.rollout_client import ServerClient
 from verifiers_rl.requests import Places
@@ -478,7 +477,7 @@ def test_tool_servers_import_a_taskset_that_is_beside_a_script(tokenizer, tmp_pa
 
 @pytest.mark.slow
 def test_tool_servers_that_do_not_answer_are_named(play_with_tools, monkeypatch):
-    monkeypatch.setattr("verifiers_rl.envs.chat_harness.CONNECT_S", 0.0)
+    monkeypatch.setattr("verifiers_rl.envs.tools.CONNECT_S", 0.0)
     (rollout,), _ = play_with_tools(lambda _: "yes")
     assert "the tool servers [''] did not answer within 0 s" in str(rollout.error)
 

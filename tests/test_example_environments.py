@@ -15,8 +15,8 @@ from tests.helpers import ROOT, load_example, make_request
 from tests.test_environments_v1 import Server, check_tokens
 from tests.test_environments_v1 import tokenizer as tokenizer
 from verifiers_rl import RLConfig, WeightedEnv
-from verifiers_rl.envs import load_v1_environment
 from verifiers_rl.envs.make import make_runner
+from verifiers_rl.envs.v1_loading import load_v1_environment
 from verifiers_rl.requests import Places
 
 NAMES = (

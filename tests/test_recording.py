@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from tests.helpers import StubSource, make_samples
 from tests.test_rollouts import read as read_rollouts
 from tests.test_trainer import make_trainer, tokenizer  # noqa: F401 - fixtures
-from verifiers_rl.envs.messages import WorkerError
+from verifiers_rl.envs.workers import WorkerError
 from verifiers_rl.report.recording import row_of
 from verifiers_rl.report.rollouts import RolloutWriter, WritingError
 from verifiers_rl.report.run_folder import read_run

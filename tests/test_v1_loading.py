@@ -14,9 +14,9 @@ from tests.helpers import load_example, make_request, only_runner
 from verifiers_rl import RLConfig, WeightedEnv
 from verifiers_rl.data import ENDLESS, order_examples
 from verifiers_rl.envs.base import InvalidEnvironmentError
+from verifiers_rl.envs.chat_harness import IN_PROCESS
 from verifiers_rl.envs.make import make_runner
-from verifiers_rl.envs.v1_loading import IN_PROCESS, load_v1_environment
-from verifiers_rl.envs.v1_tasks import NUM_KEPT, TaskStream
+from verifiers_rl.envs.v1_loading import NUM_KEPT, TaskStream, load_v1_environment
 
 HERE = Path(__file__).parent / "v1"
 
@@ -46,7 +46,7 @@ SCRIPT = """
 import json
 import verifiers.v1 as vf
 from verifiers_rl import RLConfig
-from verifiers_rl.envs import make_runner
+from verifiers_rl.envs.make import make_runner
 
 
 class Config(vf.TasksetConfig):
@@ -321,11 +321,13 @@ def test_the_line_at_the_start_says_what_is_played_where(tmp_path, capsys):
             r"taskset 'needy' not found .*: No module named 'not_there'",
         ),
         ({"taskset": {"id": "bare"}}, r"'bare' defines no `__all__`"),
+        ({"id": "unlucky"}, "cannot load the environment 'unlucky': ValueError: no luck"),
     ],
 )
 def test_what_a_toml_has_wrong_is_one_line_with_key_value_and_hint(table, message, tmp_path):
     (tmp_path / "needy.py").write_text("import not_there\n")
     (tmp_path / "bare.py").write_text("")
+    (tmp_path / "unlucky.py").write_text("raise ValueError('no luck')\n")
     sys.path.insert(0, str(tmp_path))
     try:
         with pytest.raises(InvalidEnvironmentError, match=message) as caught:

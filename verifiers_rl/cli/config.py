@@ -226,11 +226,11 @@ class EnvTable(Table):
             InvalidEnvironmentError: it cannot be loaded, or `python` cannot run workers.
         """
         from verifiers_rl.envs.foreign import check_python
-        from verifiers_rl.envs.tables import load_table
+        from verifiers_rl.envs.v1_loading import load_v1_environment
 
         table = {"id": self.id, "args": self.args} if self.v1 is None else self.v1
         if not self.python:
-            return load_table(table, folders)
+            return load_v1_environment(table, *folders)
         check_python(self.python)
         return table
 

@@ -1,9 +1,9 @@
 """What all kinds of environment share. Each kind is a class that satisfies `requests.EnvRunner`:
 
 v1.py       `verifiers.v1`: tasksets, agents, episodes; v1_loading.py makes them, v1_client.py takes
-            their model calls to the server, v1_samples.py makes samples of what they leave
-workers.py  environments in processes of their own; worker_main.py runs there
-foreign.py  environments that another Python makes, in workers of their own; tables.py runs there
+            their model calls to the server
+workers.py  environments in processes of their own
+foreign.py  environments that another Python makes, in workers of their own
 classic.py  `verifiers.Environment`, up to verifiers 0.3, in such a worker
 make.py     chooses the kind for what a user passes as `env`, and mixes several
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import logging
 import math
+import os
 import pickle
 import pickletools
 import re
@@ -87,11 +88,16 @@ def check_importable(script: Any) -> None:
         )
 
 
-def add_folders(folders: Sequence[Path]) -> None:
-    """Make the modules in these folders importable, first those of the first folder."""
-    for folder in reversed(folders):
-        if str(folder) not in sys.path:
-            sys.path.insert(0, str(folder))
+def add_folders(*folders: Path) -> None:
+    """Make the modules in these folders importable, first those of the first folder: here, and by
+    PYTHONPATH in processes that are started from here, such as tool servers.
+    """
+    for folder in map(str, reversed(folders)):
+        inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        if folder not in inherited:
+            os.environ["PYTHONPATH"] = os.pathsep.join([folder, *inherited])
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
     importlib.invalidate_caches()
 
 
@@ -123,6 +129,13 @@ def versions_of_tokens(spans: Sequence[tuple[int, int]], num_tokens: int) -> np.
     starts, versions = np.array(spans, np.int32).reshape(-1, 2).T
     ends = np.minimum(np.append(starts[1:], num_tokens), num_tokens)
     return np.repeat(versions, np.diff(ends, prepend=0))
+
+
+def finite_reward(reward: Any) -> float:
+    """Return a reward as a number. Raises ValueError if it is NaN or infinite."""
+    if not math.isfinite(number := float(reward)):
+        raise ValueError(f"the environment's reward is {number}")
+    return number
 
 
 @dataclass(frozen=True)

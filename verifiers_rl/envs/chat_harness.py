@@ -3,6 +3,10 @@
 verifiers' own `null` harness starts a Python process for each rollout. A harness may run without
 one, as long as all model calls go to the interception endpoint (`verifiers.v1.Harness.launch`). An
 agent with `harness = { id = "null" }` gets the harness of this module.
+
+The endpoint is an aiohttp application in this process, and the chat calls it in memory. Behind a
+socket, a call is parsed and written by an HTTP client and by an HTTP server, which takes longer
+than the endpoint's own work (benchmarks/README.md).
 """
 
 from __future__ import annotations
@@ -11,40 +15,44 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from functools import partial
-from typing import Any
+from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import aiohttp
-from verifiers.v1 import Harness, HarnessConfig, HarnessError, ProgramResult
+from aiohttp import web
+from aiohttp.http import HttpVersion11, RawRequestMessage
+from multidict import CIMultiDict, CIMultiDictProxy
+from pydantic import PrivateAttr
+from verifiers.v1 import Env, Harness, HarnessConfig, HarnessError, ProgramResult
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harness import HarnessSession
+from yarl import URL
 
-from verifiers_rl.envs.endpoint import Post, RefusedError, post_in_memory, reply_of
-from verifiers_rl.envs.local_tools import LocalServer, LocalUrl, open_tools
+from verifiers_rl.envs.tools import LocalUrl, Tools, arguments_of, open_tools
 
+IN_PROCESS = "verifiers_rl"  # id of the harness
 CHAT, GATE = "/v1/chat/completions", "/tool"  # model calls; questions whether a tool may be called
-CONNECT_S = 60.0  # deadline of connecting to all tool servers of a rollout
+# Takes a path and the JSON of a request; returns the JSON of the reply, or raises RefusedError.
+Post = Callable[[str, dict[str, Any]], Awaitable[Any]]
 
 
-def interception_of(client: Any, secret: str) -> Any:
-    """Return the `aiohttp.web.AppRunner` of the interception server at which a rollout with this
-    secret is registered; None if that is not one of our environment's.
-    """
-    runner = getattr(client, "_runner", None)  # of a `v1_client.TokenClientConfig`
-    serving = getattr(runner and runner.env, "_interception", None)
-    for server in getattr(serving, "servers", [serving]):
-        if secret in getattr(server, "sessions", ()):
-            return server.runner
-    return None
+class RefusedError(Exception):
+    """The endpoint refuses the next request of the rollout; its status and reason."""
 
 
 class ChatHarnessConfig(HarnessConfig):
-    id: str = "verifiers_rl"
+    id: str = IN_PROCESS
+    _env: Env | None = PrivateAttr(None)
+
+    def of(self, env: Env) -> Self:
+        """Make it the config of an agent of this environment, which has the endpoint."""
+        self._env = env
+        return self
 
 
 class ChatHarness(Harness[ChatHarnessConfig]):
-    """Chats with a system prompt, messages and tools over MCP, until a reply calls no tool. The
-    endpoint applies turn limits and stop conditions: it refuses the next request.
+    """Chats with a system prompt, messages and tools, until a reply calls no tool. The endpoint
+    applies turn limits and stop conditions: it refuses the next request.
     """
 
     APPENDS_SYSTEM_PROMPT = True
@@ -56,17 +64,14 @@ class ChatHarness(Harness[ChatHarnessConfig]):
 
     async def session(self, *given: Any, **options: Any) -> HarnessSession:
         """Open the rollout's own tools that this process has; they last until it ends."""
-        session = _ChatSession(self, *given, **options)
-        session.mcp_urls = servers = dict(session.mcp_urls)
-        try:
+        session, stack = _ChatSession(self, *given, **options), AsyncExitStack()
+        servers: dict[str, Any] = dict(session.mcp_urls)
+        async with stack:  # if one cannot be opened, the others are closed
             for server, url in servers.items():
                 if isinstance(url, LocalUrl):
-                    servers[server] = url.shared or await session.tools.enter_async_context(
-                        open_tools(url.toolset, session.trace.task.data)
-                    )
-        except BaseException:
-            await session.tools.aclose()
-            raise
+                    own = open_tools(url.toolset, session.trace.task.data)
+                    servers[server] = url.shared or await stack.enter_async_context(own)
+            session.mcp_urls, session.tools = servers, stack.pop_all()
         return session
 
     async def launch(
@@ -80,15 +85,10 @@ class ChatHarness(Harness[ChatHarnessConfig]):
         data: Any,
         tool_interception_url: str | None = None,
     ) -> ProgramResult:
-        runner = interception_of(ctx.client, secret)
+        post = post_in_memory(self._endpoint_of(secret), secret)
+        tools = Tools(self.config.tool_timeout, trace)
         try:
             async with AsyncExitStack() as stack:
-                if runner is not None:
-                    post = post_in_memory(runner, secret)
-                else:
-                    http = await stack.enter_async_context(aiohttp.ClientSession())
-                    post = partial(_post, http, endpoint.removesuffix("/v1"), secret)
-                tools = _Tools(self.config.tool_timeout, trace)
                 await tools.connect_all(stack, mcp_urls)
                 is_gated = tool_interception_url is not None
                 return await self._chat(post, ctx.model, data, tools, is_gated)
@@ -100,8 +100,19 @@ class ChatHarness(Harness[ChatHarnessConfig]):
                 error = error.exceptions[0]
             raise error from None
 
+    def _endpoint_of(self, secret: str) -> web.AppRunner:
+        """Return the interception server at which a rollout with this secret is registered."""
+        serving = getattr(self.config._env, "_interception", None)
+        for server in getattr(serving, "servers", [serving]):
+            if secret in getattr(server, "sessions", ()):
+                return server.runner
+        raise HarnessError(
+            f"the harness {IN_PROCESS!r} plays in environments of a run only; elsewhere, 'null' is "
+            "the same chat"
+        )
+
     async def _chat(
-        self, post: Post, model: str, data: Any, tools: _Tools, is_gated: bool
+        self, post: Post, model: str, data: Any, tools: Tools, is_gated: bool
     ) -> ProgramResult:
         system_prompt, prompt = self.resolve_prompt(data)
         messages: list[dict[str, Any]] = []
@@ -120,121 +131,73 @@ class ChatHarness(Harness[ChatHarnessConfig]):
             if not message.get("tool_calls"):
                 return ProgramResult(0, "", "")
             for call in message["tool_calls"]:
+                function = call["function"]
                 if is_gated:  # the taskset may refuse calls
-                    function = call["function"]
                     asked = {"tool_call_id": call["id"], "name": function["name"]}
-                    decision = await post(GATE, asked | {"arguments": _arguments(function)})
+                    decision = await post(GATE, asked | {"arguments": arguments_of(function)})
                     if decision["action"] == "stop":
                         return ProgramResult(1, "", decision["reason"])
                     if decision["action"] == "deny":
                         messages.append(decision["message"])
                         continue
-                content = await tools.call(call["function"])
+                content = await tools.call(function)
                 messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
 
 
 class _ChatSession(HarnessSession):
     """A rollout in the chat, with the tools that it has in this process."""
 
-    def __init__(self, *given: Any, **options: Any) -> None:
-        super().__init__(*given, **options)
-        self.tools = AsyncExitStack()
+    tools: AsyncExitStack
 
     async def close(self) -> None:
         await super().close()
         await self.tools.aclose()
 
 
-async def _post(
-    http: aiohttp.ClientSession, root: str, secret: str, path: str, body: dict[str, Any]
-) -> Any:
-    """Post to verifiers' interception endpoint; return its reply.
+# Requests must have a protocol. One for each server does, because it is never connected.
+_protocols: WeakKeyDictionary[web.Server, web.RequestHandler] = WeakKeyDictionary()
+
+
+def post_in_memory(runner: web.AppRunner, secret: str) -> Post:
+    """Return what calls the application without a socket. It raises whatever the application
+    raises; an HTTP server would reply 500.
+
+    Each request runs in a task of its own, as it would behind a socket: verifiers cancels the tasks
+    of a rollout's requests when the rollout ends.
 
     Args:
-        root: the endpoint's address without /v1.
+        runner: of the endpoint's application.
         secret: the rollout's.
-
-    Raises:
-        RefusedError: the endpoint refuses the request.
     """
-    headers = {"Authorization": f"Bearer {secret}"}
-    timeout = aiohttp.ClientTimeout(total=None)  # the rollout has a deadline
-    async with http.post(root + path, json=body, headers=headers, timeout=timeout) as reply:
-        return reply_of(reply.status, await reply.read())
+    server: Any = runner.server
+    if server not in _protocols:
+        _protocols[server] = server()
+    protocol = _protocols[server]
+    headers = CIMultiDict({"Authorization": f"Bearer {secret}", "Content-Type": "application/json"})
+    fixed = CIMultiDictProxy(headers), (), False, None, False, False
 
+    async def call(path: str, data: bytes) -> Any:
+        loop = asyncio.get_running_loop()
+        payload = aiohttp.StreamReader(protocol, limit=len(data) + 1, loop=loop)
+        payload.feed_data(data)
+        payload.feed_eof()
+        message = RawRequestMessage("POST", path, HttpVersion11, *fixed, URL(path))
+        task: Any = asyncio.current_task()
+        writer: Any = None  # for replies that are streamed, and we ask for none
+        request = server.request_factory(message, payload, protocol, writer, task)
+        return await server.request_handler(request)
 
-def _arguments(function: dict[str, Any]) -> Any:
-    """Return the arguments of a call as JSON; the text itself if it is none."""
-    try:
-        return json.loads(function["arguments"] or "{}")
-    except json.JSONDecodeError:
-        return function["arguments"]
-
-
-class _Tools:
-    """The tools of a rollout, with names `<server>_<tool>`. Tools of a server without a name keep
-    their names. A server is one of MCP, or a `LocalServer`.
-    """
-
-    def __init__(self, timeout_s: float, trace: Any) -> None:
-        self.schemas: list[dict[str, Any]] = []
-        self._timeout_s = timeout_s
-        self._trace = trace
-        # Each takes the arguments and returns mcp's result.
-        self._calls: dict[str, Callable[[dict[str, Any]], Awaitable[Any]]] = {}
-
-    async def connect_all(self, stack: AsyncExitStack, servers: dict[str, Any]) -> None:
+    async def post(path: str, body: dict[str, Any]) -> Any:
+        caller: Any = asyncio.current_task()
+        task = asyncio.create_task(call(path, json.dumps(body).encode()))
         try:
-            async with asyncio.timeout(CONNECT_S):
-                for server, where in servers.items():
-                    if isinstance(where, LocalServer):
-                        tools, call = await where.list_tools(), partial(where.call, self._trace)
-                    else:
-                        client = await self._connect(stack, where)
-                        tools, call = (await client.list_tools()).tools, client.call_tool
-                    for tool in tools:
-                        self._add(server, tool, partial(call, tool.name))
-        except TimeoutError as error:
-            raise HarnessError(
-                f"the tool servers {list(servers)} did not answer within {CONNECT_S:g} s"
-            ) from error
+            response = await task
+        except asyncio.CancelledError:
+            if task.cancelled() and not caller.cancelling():
+                raise RefusedError("409: the rollout has ended") from None
+            raise
+        if response.status != 200:
+            raise RefusedError(f"{response.status}: {response.body.decode(errors='replace')}")
+        return json.loads(response.body)
 
-    async def _connect(self, stack: AsyncExitStack, url: str) -> Any:
-        import httpx2
-        from mcp import Client
-        from mcp.client.streamable_http import streamable_http_client
-
-        # As mcp makes it, but without reading the TLS certificates where none are needed, which
-        # took half of a rollout's time. The harness's own deadline is earlier than this one.
-        timeout = httpx2.Timeout(30.0, read=self._timeout_s + 30.0)
-        is_tls = url.startswith("https:")
-        made = httpx2.AsyncClient(verify=is_tls, timeout=timeout, follow_redirects=True)
-        http = await stack.enter_async_context(made)
-        transport = streamable_http_client(url, http_client=http)
-        return await stack.enter_async_context(Client(transport, mode="legacy"))
-
-    def _add(self, server: str, tool: Any, call: Any) -> None:
-        name = f"{server}_{tool.name}" if server else tool.name
-        if name in self._calls:
-            raise ValueError(f"two tools are named {name!r}")
-        self._calls[name] = call
-        # This is the name in MCP. The attribute's name depends on the version of `mcp`.
-        parameters = tool.model_dump(by_alias=True)["inputSchema"]
-        function = {"name": name, "description": tool.description or "", "parameters": parameters}
-        self.schemas.append({"type": "function", "function": function})
-
-    async def call(self, function: dict[str, Any]) -> str:
-        """Call a tool. Return its result, or what is wrong with the call; the model reads both."""
-        name, arguments = function["name"], _arguments(function)
-        if name not in self._calls:
-            return f"error: there is no tool {name!r}"
-        if not isinstance(arguments, dict):
-            return f"error: the arguments must be a JSON object, not {arguments!r}"
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                content = (await self._calls[name](arguments)).content
-        except TimeoutError as error:
-            raise HarnessError(
-                f"the tool {name!r} did not answer within {self._timeout_s:g} s (tool_timeout)"
-            ) from error
-        return "\n".join(block.text if block.type == "text" else str(block) for block in content)
+    return post

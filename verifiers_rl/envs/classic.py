@@ -34,6 +34,7 @@ from verifiers_rl.envs.base import (
     InvalidEnvironmentError,
     RunnerOptions,
     check_logprobs,
+    finite_reward,
     versions_of_tokens,
 )
 from verifiers_rl.envs.records import record_of_state, text_of
@@ -84,11 +85,10 @@ def samples_from_trajectory(
     so_far: list[int] = []
     for turn, step in enumerate(steps):
         tokens = step["tokens"]
-        known: ChatReply | None = getattr(step.get("response"), "reply", None)
         if tokens is None:
             raise ValueError(f"turn {turn}: the server returned no token ids or logprobs")
-        prompt, reply = tokens["prompt_ids"], tokens["completion_ids"]
-        new_logprobs, num = tokens["completion_logprobs"], len(reply)
+        prompt, sampled = tokens["prompt_ids"], tokens["completion_ids"]
+        new_logprobs, num = tokens["completion_logprobs"], len(sampled)
         if num != len(new_logprobs):
             raise ValueError(f"turn {turn}: {num} tokens but {len(new_logprobs)} logprobs")
         check_logprobs(new_logprobs)
@@ -98,23 +98,29 @@ def samples_from_trajectory(
         token_ids, in_loss, logprobs, versions, masks, experts = chains[-1]
         num_added = len(prompt) - len(token_ids)
         trains_added = not (is_first or mask_env_responses)
-        token_ids[:] = so_far = [*prompt, *reply]
+        token_ids[:] = so_far = [*prompt, *sampled]
         in_loss += [trains_added] * num_added + [True] * num
         # NaN: no policy sampled these. The trainer's logprob is used, so ratio 1.
         logprobs += [math.nan if trains_added else 0.0] * num_added + list(new_logprobs)
-        spans = (known and known.policy_versions) or [(0, policy_version)]
+        reply = getattr(step.get("response"), "reply", None) or _NOTHING_KNOWN
+        spans = reply.policy_versions or [(0, policy_version)]
         versions += [-1] * num_added + versions_of_tokens(spans, num).tolist()
         # verifiers may have cut the reply.
-        allowed = allowed_tokens(*known.mask)[:num] if known and known.mask else None
+        allowed = allowed_tokens(*reply.mask)[:num] if reply.mask else None
         masks += [(num_added, None), (num, allowed)]
-        experts.append(known and known.experts)
+        experts.append(reply.experts)
     samples = []
     for *columns, masks, experts in chains:
-        extras = {ALLOWED_TOKENS: join_column(masks)}
-        extras[ROUTED_EXPERTS] = join_experts(len(columns[0]), experts)
+        extras = {
+            ALLOWED_TOKENS: join_column(masks),
+            ROUTED_EXPERTS: join_experts(len(columns[0]), experts),
+        }
         given = {name: column for name, column in extras.items() if column is not None}
         samples.append(Sample(*columns, extras=given))
     return samples
+
+
+_NOTHING_KNOWN = ChatReply({}, None, None, None, None)
 
 
 # --- Rollouts -------------------------------------------------------------------------------------
@@ -139,8 +145,7 @@ class ClassicEnvironment:
 
     def __init__(self, env: Any, options: RunnerOptions) -> None:
         self.env, self.options, self.name = env, options, options.name
-        self.num_overlong_prompts = 0
-        self.weights = [1.0]
+        self.weights, self.num_overlong_prompts = [1.0], 0
         raise_open_files(FILES_OF_ROLLOUT * options.max_concurrent)
         env.set_max_seq_len(options.max_seq_len)
         _keep_reward_errors(env.rubric)
@@ -201,7 +206,6 @@ class ClassicEnvironment:
         runs = [request.play(number, play) for number in range(request.num_rollouts)]
         group: list[Any] = [rollout for (rollout,) in await asyncio.gather(*runs)]
         scored = [rollout.state for rollout in group if rollout.error is None]
-        late = f"scoring a group took longer than generation_timeout ({request.timeout_s:g} s)"
         try:
             async with asyncio.timeout(request.timeout_s) as deadline:
                 if scored:
@@ -209,12 +213,16 @@ class ClassicEnvironment:
                 for state in scored:
                     await self.env.rubric.cleanup(state)
         except Exception as error:  # whatever the environment's scoring raises
-            is_late = deadline.expired() and isinstance(error, TimeoutError)
+            late = f"scoring a group took longer than generation_timeout ({request.timeout_s:g} s)"
+            reason = TimeoutError(late) if deadline.expired() else error
             for rollout in group:
-                rollout.error = rollout.error or (TimeoutError(late) if is_late else error)
+                rollout.error = rollout.error or reason
         for rollout in group:
+            if rollout.state is not None:
+                rollout.error = rollout.error or rollout.state.get("error")
+                rollout.record = record_of_state(rollout.state)
             try:
-                if rollout.state is not None:
+                if rollout.error is None:
                     self._complete(rollout, rollout.state, request.policy_version)
             except (ValueError, TypeError) as error:
                 rollout.error = error
@@ -225,12 +233,11 @@ class ClassicEnvironment:
     ) -> list[_Played]:
         rollout = _Played(request.index, text_of(row["prompt"][-1:]), env=self.name)
         client, sampling = self._client.of_rollout(session), {**request.sampling_args}
-        sampling |= sampling.pop("extra_body", {})
+        # verifiers' clients pass all of extra_body on, and drop some of the others.
+        options = {"extra_body": sampling | sampling.pop("extra_body", {})}
         start = time.monotonic()
         try:
             async with session.limited(request.timeout_s):
-                # verifiers' clients pass all of extra_body on, and drop some of the others.
-                options = {"extra_body": sampling}
                 state = await self.env.rollout(row, client, request.model, options)
             rollout.state, rollout.generation_s = state, time.monotonic() - start
             if state.get("timed_out"):
@@ -243,13 +250,9 @@ class ClassicEnvironment:
         return [rollout]
 
     def _complete(self, rollout: Rollout, state: Any, policy_version: int) -> None:
-        """Fill in what is known after scoring: the samples and the reward, or the error. Raises
-        ValueError or TypeError if the rollout cannot be trained on.
+        """Fill in what is known after scoring: the samples and the reward. Raises ValueError or
+        TypeError if the rollout cannot be trained on.
         """
-        rollout.record = record_of_state(state)
-        rollout.error = rollout.error or state.get("error")
-        if rollout.error is not None:
-            return
         masks_env = self.options.mask_env_responses
         samples = samples_from_trajectory(state["trajectory"], policy_version, masks_env)
         if not any((sample.policy_versions >= 0).any() for sample in samples):
@@ -257,10 +260,7 @@ class ClassicEnvironment:
                 "no token was sampled: the prompt and max_tokens exceed the server's "
                 "max_model_len, or the environment took no turn"
             )
-        reward = float(state["reward"])
-        if not math.isfinite(reward):
-            raise ValueError(f"the environment's reward is {reward}")
-        rollout.samples, rollout.reward = samples, reward
+        rollout.samples, rollout.reward = samples, finite_reward(state["reward"])
         rollout.completion = text_of(state["completion"])
         rollout.metrics = {name: float(value) for name, value in (state["metrics"] or {}).items()}
         rollout.num_turns = len(state["trajectory"])
@@ -274,13 +274,6 @@ def _keep_reward_errors(rubric: Any) -> None:
     for inner in getattr(rubric, "rubrics", []):
         _keep_reward_errors(inner)
 
-    async def call_one(func: Any, state: Any) -> float:
-        try:
-            return float(await maybe_call_with_named_args(func, **rubric.score_objects(state)))
-        except Exception as error:  # whatever the function raises
-            state["error"] = error
-            return 0.0
-
     async def call_group(func: Any, states: list[Any]) -> list[float]:
         try:
             return await maybe_call_with_named_args(func, **rubric.group_score_objects(states))
@@ -288,6 +281,13 @@ def _keep_reward_errors(rubric: Any) -> None:
             for state in states:
                 state["error"] = error
             return [0.0] * len(states)
+
+    async def call_one(func: Any, state: Any) -> float:
+        try:
+            return float(await maybe_call_with_named_args(func, **rubric.score_objects(state)))
+        except Exception as error:  # whatever the function raises
+            state["error"] = error
+            return 0.0
 
     rubric._call_individual_reward_func, rubric._call_group_reward_func = call_one, call_group
 

@@ -1,10 +1,10 @@
 """Environments that only another Python can make: `python = "venv/bin/python"`. There a classic
 environment finds the older verifiers that it needs, and others find packages that exclude ours.
 
-trainer process                                  rollout worker, in the other Python
+trainer's process                                rollout worker, in the other Python
 check_python ── are the packages there? ───►
-ForeignEnvironment ── its table, as JSON ──►     tables.make_environment, with its examples
-                   ◄── how many, ... ──────      worker_main.facts_of
+ForeignEnvironment ── its table, as JSON ──►     make_environment, with its examples
+                   ◄── how many, ... ──────
                    ── request ─────────────►     rollouts, as in any worker
 
 The other Python needs neither this package, which comes from the trainer's, nor torch and vLLM.
@@ -12,16 +12,26 @@ The other Python needs neither this package, which comes from the trainer's, nor
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import shutil
 import subprocess
 import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from verifiers_rl.envs.base import HOW_TO_MAKE_PYTHON, InvalidEnvironmentError, RunnerOptions
+from verifiers_rl.envs.base import (
+    HOW_TO_MAKE_PYTHON,
+    InvalidEnvironmentError,
+    RunnerOptions,
+    add_folders,
+)
 from verifiers_rl.envs.workers import Worker, clean_environment
 from verifiers_rl.process.loop_thread import LoopThread
 from verifiers_rl.types import Split
@@ -63,7 +73,7 @@ class ForeignEnvironment:
     """The `base.PortableEnvironment` of an environment that only its rollout workers can make.
 
     Args:
-        table: what [env] has in a TOML, see `tables.py`.
+        table: what [env] has in a TOML, see `v1_loading.load_v1_environment`.
         python: the interpreter of the workers.
         options: see `RunnerOptions`.
         folders: modules may be there, beside those that are installed for `python`.
@@ -80,7 +90,7 @@ class ForeignEnvironment:
         folders: Sequence[Path] = (),
     ) -> None:
         check_python(python)
-        self.options, self.name = options, options.name
+        self.name, self.weights = options.name, [1.0]
         tokenizer = ""
         if options.tokenizer is not None:
             tokenizer = tempfile.mkdtemp(prefix="verifiers-rl-tokenizer-")
@@ -89,13 +99,13 @@ class ForeignEnvironment:
         self._recipe = {
             "name": options.name,
             "table": table,
-            "folders": [str(folder) for folder in folders],
+            "folders": [*map(str, folders)],
             "options": vars(options) | {"tokenizer": tokenizer},
         }
         # A worker says how many examples there are. An event loop may run here, so it has a thread.
-        thread, worker = LoopThread("describing"), Worker(options.timeout_s, python)
+        thread, worker = LoopThread("describing"), Worker([self._recipe], options.timeout_s, python)
         try:
-            (facts,) = thread.run(worker.open([self._recipe])).result()
+            (facts,) = thread.run(worker.open()).result()
         except TypeError as error:
             raise InvalidEnvironmentError(
                 f"environment {self.name!r}: its table has no form in JSON: {error}"
@@ -104,7 +114,6 @@ class ForeignEnvironment:
             thread.stop(worker.close)
         self._sizes: dict[Split, list[int]] = facts["sizes"]
         self.description: str = facts["description"]
-        self.weights = [1.0]
 
     def sizes(self, split: Split) -> list[int]:
         return self._sizes[split]
@@ -114,3 +123,35 @@ class ForeignEnvironment:
 
     async def task(self, split: Split, index: int) -> None:
         """The workers have the examples."""
+
+
+def make_environment(recipe: Mapping[str, Any]) -> Any:
+    """Make the `EnvRunner` of a `ForeignEnvironment`'s recipe, with its examples, in a worker. It
+    is a classic one if the verifiers of this Python has those.
+
+    Raises:
+        InvalidEnvironmentError: it cannot be made here.
+        Exception: whatever the loading of a classic one raises.
+    """
+    options, table = RunnerOptions(**recipe["options"]), recipe["table"]
+    if options.tokenizer:
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no torch
+        from transformers import AutoTokenizer
+
+        options = replace(options, tokenizer=AutoTokenizer.from_pretrained(options.tokenizer))
+    folders = [*map(Path, recipe["folders"])]
+    if find_spec("verifiers.legacy") is None:
+        from verifiers_rl.envs.v1 import V1Environment
+        from verifiers_rl.envs.v1_loading import load_v1_environment
+
+        return V1Environment(load_v1_environment(table, *folders), options)
+    if "taskset" in table:
+        raise InvalidEnvironmentError(
+            f"a taskset needs verifiers 0.4 or later, and this Python has {version('verifiers')}"
+        )
+    from verifiers_rl.envs.classic import ClassicEnvironment
+
+    add_folders(*folders)
+    verifiers: Any = importlib.import_module("verifiers")
+    env = verifiers.load_environment(table["id"].split("@", 1)[0], **table.get("args", {}))
+    return ClassicEnvironment(env, options)

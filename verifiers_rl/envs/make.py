@@ -128,7 +128,7 @@ def _runner(one: WeightedEnv, options: RunnerOptions) -> Any:
     from verifiers_rl.envs.v1_loading import load_v1_environment
 
     if isinstance(env, str):
-        env = load_v1_environment({"taskset": {"id": env}})
+        env = load_v1_environment({"id": env})
     if V1Environment.can_run(env):
         return V1Environment(env, options)
     if isinstance(env, type):

@@ -7,15 +7,14 @@ has the form of a row that `vf-sft` reads.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import verifiers.v1 as vf
 
-from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
+from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions, finite_reward
 from verifiers_rl.envs.records import message_of
-from verifiers_rl.envs.v1 import V1Environment, trained_traces
+from verifiers_rl.envs.v1 import V1Environment, is_cut, trained_traces
 from verifiers_rl.types import Split
 
 
@@ -59,39 +58,34 @@ class PlayedEnvironment(V1Environment):
         Raises:
             Exception: whatever the environment's own code raises.
         """
-        task = self._local_tools.of_task(await self.task(split, number))
-        (slot,) = self.env.slots(task)
+        slot = self.slot_of(await self.task(split, number))
         async with asyncio.timeout(self.options.timeout_s):
             episode = await self.env.run_slot(slot, self._context)
         return [self._row(trace, number) for trace in trained_traces(episode)]
 
     def _row(self, trace: Any, number: int) -> tuple[dict[str, Any], bool]:
-        reward = float(trace.reward)
-        if not math.isfinite(reward):
-            raise ValueError(f"the environment's reward is {reward}")
         nodes = trace.branches[-1].nodes if trace.branches else []
         sampled = [place for place, node in enumerate(nodes) if node.sampled]
         if not sampled:
             raise ValueError("the agent took no turn")
-        first, last = sampled[0], sampled[-1]
         # What follows the last reply, such as an answer of the environment, teaches nothing.
-        messages = [message_of(node.message) for node in nodes[: last + 1]]
+        messages = [message_of(node.message) for node in nodes[: sampled[-1] + 1]]
+        prompt, completion = messages[: sampled[0]], messages[sampled[0] :]
         # Replies that nobody sampled are not learned: the task's own examples, or what the
         # environment says in the assistant's name.
-        for message, node in zip(messages[first:], nodes[first:], strict=False):
-            if message["role"] == "assistant" and not node.sampled:
+        for place, message in enumerate(completion, sampled[0]):
+            if message["role"] == "assistant" and place not in sampled:
                 message["weight"] = 0
         row: dict[str, Any] = {"messages": messages}
-        if any(message["role"] == "assistant" for message in messages[:first]):
-            row = {"prompt": messages[:first], "completion": messages[first:]}
+        if any(message["role"] == "assistant" for message in prompt):
+            row = {"prompt": prompt, "completion": completion}
         if tools := getattr(trace, "tools", []):
             row["tools"] = [_tool(tool) for tool in tools]
         if self._template:
             row["chat_template_kwargs"] = self._template
-        row |= {"reward": reward, "environment": self.name, "agent": trace.agent.name}
-        row |= {"example": number, "model": self._context.model}
-        is_cut = any(call.finish_reason == "length" for call in trace.calls)
-        return row, is_cut or trace.stop_condition == "context_length"
+        row |= {"reward": finite_reward(trace.reward), "environment": self.name}
+        row |= {"agent": trace.agent.name, "example": number, "model": self._context.model}
+        return row, is_cut(trace)
 
 
 def _tool(tool: vf.Tool) -> dict[str, Any]:

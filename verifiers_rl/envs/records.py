@@ -13,6 +13,13 @@ from typing import Any
 from verifiers_rl.json_text import as_json
 
 
+def versions_of_reply(message: Any, policy_version: int) -> list[tuple[int, int]]:
+    """Return the (first token, policy version) pairs of a reply; of this version if the server did
+    not say which policy sampled it.
+    """
+    return getattr(message, "policy_versions", None) or [(0, policy_version)]
+
+
 def record_of_trace(trace: Any, policy_version: int) -> bytes:
     """Return the record of a `verifiers.v1.Trace`, also of one that failed on its way.
 
@@ -32,7 +39,6 @@ def record_of_trace(trace: Any, policy_version: int) -> bytes:
         if call.node is None:
             continue
         node = trace.nodes[call.node]
-        own = getattr(node.message, "policy_versions", None) or [(0, policy_version)]
         turns.append(
             {
                 "message": place_of.get(id(node)),
@@ -40,7 +46,7 @@ def record_of_trace(trace: Any, policy_version: int) -> bytes:
                 "end_s": call.time.end - begin if call.time.end else None,
                 "num_prompt_tokens": num_tokens[call.node] - len(node.logprobs),
                 "num_sampled_tokens": len(node.logprobs),
-                "policy_version": own[-1][1],
+                "policy_version": versions_of_reply(node.message, policy_version)[-1][1],
                 "finish_reason": call.finish_reason,
             }
         )
@@ -56,26 +62,28 @@ def record_of_trace(trace: Any, policy_version: int) -> bytes:
 
 def record_of_state(state: Mapping[str, Any]) -> bytes:
     """Return the record of a classic environment's state: its messages, without turns."""
-    messages = _messages(state.get("prompt"), "user")
-    messages += _messages(state.get("completion"), "assistant")
+    messages: list[Any] = []
+    for name, role in (("prompt", "user"), ("completion", "assistant")):
+        given = state.get(name) or []
+        # A text is that of an environment without chat.
+        messages += [{"role": role, "content": given}] if isinstance(given, str) else given
     begun_at = state["timing"].start_time
-    return as_json({"begun_at": begun_at, "messages": messages, "turns": []})
-
-
-def _messages(messages: Any, role: str) -> list[dict[str, Any]]:
-    if isinstance(messages, str):  # of an environment without chat
-        return [{"role": role, "content": messages}]
-    return [message_of(message) for message in messages or []]
+    return as_json({"begun_at": begun_at, "messages": [*map(message_of, messages)], "turns": []})
 
 
 def message_of(message: Any) -> dict[str, Any]:
-    """Return a message as OpenAI's chat API has it, with its content as one text.
+    """Return a message as OpenAI's chat API has it, with its content as one text; an image is named
+    and not kept.
 
     Args:
         message: a dict or an object of pydantic, as are its parts.
     """
     given = dict(message)
-    result: dict[str, Any] = {"role": given["role"], "content": _text(given.get("content"))}
+    content = given.get("content") or ""
+    if not isinstance(content, str):
+        parts = [dict(part) for part in content]
+        content = "\n".join(str(part.get("text") or f"[{part.get('type')}]") for part in parts)
+    result: dict[str, Any] = {"role": given["role"], "content": content}
     for name in ("reasoning_content", "tool_call_id"):
         if value := given.get(name):
             result[name] = str(value)
@@ -100,11 +108,3 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
     function = dict(call.get("function") or call)  # as OpenAI has it, or verifiers
     named = {name: str(function.get(name)) for name in ("name", "arguments")}
     return {"id": str(call.get("id")), "type": "function", "function": named}
-
-
-def _text(content: Any) -> str:
-    """Return a message's content as text; an image is named and not kept."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = [dict(part) for part in content]
-    return "\n".join(str(part.get("text") or f"[{part.get('type')}]") for part in parts)

@@ -1,5 +1,4 @@
-"""Environments of `verifiers.v1` (tasksets, agents in harnesses, episodes), with the interface of
-classic ones.
+"""Environments of `verifiers.v1`: tasksets, agents in harnesses, episodes.
 
     episode            agents play a task; each leaves a trace of what it did
     trace              one rollout, if its agent is trained: a graph of messages
@@ -16,197 +15,131 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import verifiers.v1 as vf
 
 from verifiers_rl.envs import v1_changes as v1_changes
-from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions, pickle_for_worker
-from verifiers_rl.envs.local_tools import LocalTools
-from verifiers_rl.envs.records import record_of_trace
+from verifiers_rl.envs.base import (
+    InvalidEnvironmentError,
+    RunnerOptions,
+    add_folders,
+    check_logprobs,
+    finite_reward,
+    pickle_for_worker,
+    versions_of_tokens,
+)
+from verifiers_rl.envs.records import record_of_trace, text_of, versions_of_reply
 from verifiers_rl.envs.rendering import Renderer
+from verifiers_rl.envs.tools import open_shared, with_local_urls
 from verifiers_rl.envs.v1_client import TokenClientConfig
 from verifiers_rl.envs.v1_loading import (
+    TaskStream,
     check_tool_servers,
     describe,
     environment_of,
-    let_tool_servers_import_from,
+    first_messages,
     plays_in_our_chat_here,
     with_local_chat,
-)
-from verifiers_rl.envs.v1_samples import rollout_of_trace
-from verifiers_rl.envs.v1_tasks import (
-    MAX_OVERLONG,
-    TaskStream,
-    first_messages,
     without_tasks,
 )
-from verifiers_rl.inference import RolloutSession
+from verifiers_rl.inference import RolloutSession, allowed_tokens
 from verifiers_rl.process.limits import FILES_OF_ROLLOUT, raise_open_files
 from verifiers_rl.requests import GroupRequest
-from verifiers_rl.types import LOAD_S, Rollout, Split
+from verifiers_rl.types import ALLOWED_TOKENS, LOAD_S, ROUTED_EXPERTS, Rollout, Sample, Split
 
 logger = logging.getLogger(__name__)
 
 EXIT_S = 30.0  # deadline for an environment to end what its episodes share
+MAX_OVERLONG = 1000  # overlong prompts in a row after which no shorter one is expected
 
 
 class EpisodeError(RuntimeError):
     """The error that verifiers recorded for a failed episode; its traceback is a note."""
 
 
-class V1TaskRunner:
-    """Runs groups of tasks of an environment of `verifiers.v1`.
+class V1Environment:
+    """The `EnvRunner` of an environment of `verifiers.v1`.
 
     An agent in the `null` harness, or for which nobody chose a harness, gets
     `chat_harness.ChatHarness`, and the local runtime unless another is set. Other harnesses stay;
     see `with_local_chat`.
-
-    Args:
-        env: an `Env` or a `Taskset`. A taskset is played by the environment of its module, or else
-            by one agent.
-        options: `client_type` must be the default.
-
-    Raises:
-        ValueError, TypeError: tools are defined in the script that runs, a remote sandbox lacks its
-            key, client_type is another, or verifiers refuses the environment.
-    """
-
-    def __init__(self, env: Any, options: RunnerOptions) -> None:
-        if options.client_type != "openai_chat_completions_token":
-            raise InvalidEnvironmentError(
-                f"client_type={options.client_type!r}: environments of verifiers.v1 are run with "
-                '"openai_chat_completions_token" only; leave client_type out'
-            )
-        self.taskset = env if isinstance(env, vf.Taskset) else env.taskset
-        self.options, self.name = options, options.name
-        module = sys.modules.get(type(self.taskset).__module__)
-        folder = Path(getattr(module, "__file__", None) or "").parent
-        if str(folder) in sys.path and "site-packages" not in folder.parts:  # a script's
-            let_tool_servers_import_from(folder)
-        self.env = with_local_chat(environment_of(env) if env is self.taskset else env)
-        has_tools_here = options.tools_in_process and plays_in_our_chat_here(self.env)
-        self._local_tools = LocalTools(self.env, has_tools_here)
-        check_tool_servers(self.env, has_tools_here)
-        raise_open_files(FILES_OF_ROLLOUT * options.max_concurrent)
-        self.renderer = Renderer(options.tokenizer)
-        self.warned: set[tuple[str, str]] = set()  # agents and options that bias logprobs
-        self._serving: asyncio.Task[None] | None = None
-
-    @staticmethod
-    def can_run(env: Any) -> bool:
-        return isinstance(env, vf.Env | vf.Taskset)
-
-    async def open(self) -> None:
-        """Start what the environment shares between episodes.
-
-        Raises:
-            InvalidEnvironmentError: the environment is not ready in time.
-        """
-        is_up = asyncio.get_running_loop().create_future()
-        self._stopping = asyncio.Event()
-
-        async def serve() -> None:  # the task that opens a context must also close it
-            try:
-                tools = self._local_tools.open()
-                async with tools, self.env.serving():
-                    if not is_up.done():  # nobody waits for it any more
-                        is_up.set_result(None)
-                    await self._stopping.wait()
-            except Exception as error:
-                if is_up.done():
-                    raise
-                is_up.set_exception(error)
-
-        self._serving = asyncio.create_task(serve())
-        deadline_s = max(self.options.timeout_s, LOAD_S)
-        try:
-            await asyncio.wait_for(is_up, deadline_s)
-        except TimeoutError as error:
-            raise InvalidEnvironmentError(
-                f"environment {self.name!r}: not ready within {deadline_s:g} s; raise "
-                "generation_timeout"
-            ) from error
-
-    async def close(self) -> None:
-        if self._serving is not None:
-            self._stopping.set()
-            await asyncio.wait([self._serving], timeout=EXIT_S)
-
-    async def run_task(self, task: vf.Task, request: GroupRequest) -> list[Rollout]:
-        """Run the episodes of one task. Each gives a rollout for each trace of a trained agent. An
-        error fails only its own episode.
-        """
-        play = partial(self._play, self._local_tools.of_task(task), request)
-        runs = [request.play(number, play) for number in range(request.num_rollouts)]
-        return [rollout for episode in await asyncio.gather(*runs) for rollout in episode]
-
-    async def _play(
-        self, task: vf.Task, request: GroupRequest, session: RolloutSession
-    ) -> list[Rollout]:
-        (slot,) = self.env.slots(task)
-        client = TokenClientConfig.of_episode(self, request, session)
-        version = request.policy_version
-        try:
-            async with session.limited(request.timeout_s):
-                context = vf.ModelContext(model=request.model, client=client)
-                traces = trained_traces(await self.env.run_slot(slot, context))
-            for trace in traces:
-                client.check(trace, is_trained=request.split == "train")
-            masks_env = self.options.mask_env_responses
-            return [rollout_of_trace(trace, version, masks_env) for trace in traces]
-        except Exception as error:  # whatever the environment's own code raises
-            failed = Rollout(0, task.data.prompt_text, error=error)
-            if slot.traces:
-                failed.record = record_of_trace(slot.traces[-1], version)
-            return [failed]
-
-
-def _make_again(kind: type[vf.Env], config: vf.EnvConfig, options: RunnerOptions) -> V1TaskRunner:
-    return V1TaskRunner(kind(config), options)
-
-
-class V1Environment(V1TaskRunner):
-    """The `EnvRunner` of an environment of `verifiers.v1`.
 
     A taskset without end is a stream: training uses its tasks in their order, each once.
     Evaluations then use its first `num_eval_tasks`, which training leaves out, unless evaluations
     have a taskset of their own.
 
     Args:
-        env: see `V1TaskRunner`. Evaluations use its attribute `eval_taskset` if it has one, else
-            its taskset.
-        options: see `V1TaskRunner`.
+        env: an `Env` or a `Taskset`. A taskset is played by the environment of its module, or else
+            by one agent. Evaluations use the attribute `eval_taskset` if there is one, else the
+            taskset.
+        options: `client_type` must be the default.
+        has_tasks: False in a rollout worker, where each task comes with its group.
 
     Raises:
-        InvalidEnvironmentError: there are no tasks, a prompt has images, or for an error of
-            `V1TaskRunner`.
+        InvalidEnvironmentError: there are no tasks, a prompt has images, tools are defined in the
+            script that runs, a remote sandbox lacks its key, client_type is another, or verifiers
+            refuses the environment.
     """
 
-    def __init__(self, env: Any, options: RunnerOptions) -> None:
-        self.weights, self.num_overlong_prompts = [1.0], 0
+    def __init__(self, env: Any, options: RunnerOptions, has_tasks: bool = True) -> None:
+        self.options, self.name, self.weights = options, options.name, [1.0]
+        self._given, self.num_overlong_prompts = env, 0
+        self.taskset = env if isinstance(env, vf.Taskset) else env.taskset
+        self.renderer = Renderer(options.tokenizer)
+        self.warned: set[tuple[str, str]] = set()  # agents and options that bias logprobs
+        self._serving: asyncio.Task[None] | None = None
         try:
-            super().__init__(env, options)
-            self._take_tasks(getattr(env, "eval_taskset", None))
+            if options.client_type != "openai_chat_completions_token":
+                raise InvalidEnvironmentError(
+                    f"client_type={options.client_type!r}: environments of verifiers.v1 are run "
+                    'with "openai_chat_completions_token" only; leave client_type out'
+                )
+            self._prepare()
+            if has_tasks:
+                self._take_tasks(getattr(env, "eval_taskset", None))
         except (ValueError, TypeError) as error:
-            raise InvalidEnvironmentError(f"environment {options.name!r}: {error}") from error
-        self.description = self._describe()
-        self._given = env
+            raise InvalidEnvironmentError(f"environment {self.name!r}: {error}") from error
+
+    @staticmethod
+    def can_run(env: Any) -> bool:
+        return isinstance(env, vf.Env | vf.Taskset)
+
+    def _prepare(self) -> None:
+        """Make the environment that is played here."""
+        module = sys.modules.get(type(self.taskset).__module__)
+        folder = Path(getattr(module, "__file__", None) or "").parent
+        if str(folder) in sys.path and "site-packages" not in folder.parts:  # a script's
+            add_folders(folder)  # for tool servers, which import its module
+        given = self._given
+        self.env = with_local_chat(environment_of(given) if given is self.taskset else given)
+        in_process = self.options.tools_in_process and plays_in_our_chat_here(self.env)
+        self._has_tools_here = in_process
+        if in_process:
+            self.env.taskset = with_local_urls(self.env.taskset)
+        check_tool_servers(self.env, in_process)
+        raise_open_files(FILES_OF_ROLLOUT * self.options.max_concurrent)
+
+    # --- Tasks ------------------------------------------------------------------------------------
 
     def _take_tasks(self, of_evaluation: vf.Taskset | None) -> None:
         taskset, num_eval_tasks = self.taskset, self.options.num_eval_tasks
         self._tasks: list[vf.Task] | TaskStream
         if taskset.bounded:
             self._tasks = self._eval_tasks = list(self._iterate(taskset))
+            tasks = f"{len(self._tasks)} tasks"
         else:
             num_held_out = 0 if of_evaluation is not None else num_eval_tasks
             self._eval_tasks = list(itertools.islice(self._iterate(taskset), num_held_out))
             self._tasks = TaskStream(lambda: self._iterate(taskset), len(self._eval_tasks))
             self._tasks[0]  # raises if there is none
+            tasks = "a stream of tasks, in its order"
         if of_evaluation is not None:
             stop = None if of_evaluation.bounded else num_eval_tasks
             self._eval_tasks = list(itertools.islice(self._iterate(of_evaluation), stop))
@@ -216,6 +149,9 @@ class V1Environment(V1TaskRunner):
             logger.warning("environment %r%s left out", self.name, left_out)
         if not self._tasks:
             raise InvalidEnvironmentError(f"it has no tasks{left_out}")
+        num_eval = "also" if self._eval_tasks is self._tasks else len(self._eval_tasks)
+        which = "environment" if self.name == "env" else f"environment {self.name!r}"
+        self.description = f"{which}: {describe(self.env)}; {tasks}, {num_eval} for evaluations"
 
     def _iterate(self, taskset: Any) -> Iterator[vf.Task]:
         """Yield the taskset's tasks, without those whose first prompt is too long."""
@@ -241,30 +177,6 @@ class V1Environment(V1TaskRunner):
         """Return the number of tasks of this split, as a list of one; `ENDLESS` for a stream."""
         return [len(self._tasks if split == "train" else self._eval_tasks)]
 
-    def _describe(self) -> str:
-        """Return one line for the start of a run."""
-        tasks = "a stream of tasks, in its order"
-        if not isinstance(self._tasks, TaskStream):
-            tasks = f"{len(self._tasks)} tasks"
-        num_eval_tasks = "also" if self._eval_tasks is self._tasks else len(self._eval_tasks)
-        which = "environment" if self.name == "env" else f"environment {self.name!r}"
-        return f"{which}: {describe(self.env)}; {tasks}, {num_eval_tasks} for evaluations"
-
-    def recipe(self) -> Callable[[], V1TaskRunner]:
-        for task in (self._tasks[0], *self._eval_tasks[:1]):
-            pickle_for_worker(task)
-        if isinstance(self._given, vf.Taskset):
-            return partial(V1TaskRunner, without_tasks(self._given), self.options)
-        return partial(_make_again, type(self._given), self._given.config, self.options)
-
-    async def example(self, split: Split, index: int) -> dict[str, Any]:
-        """Return the fields of an example, by their names."""
-        task = await self.task(split, index)
-        return task.data.model_dump() | dict(getattr(task, "row", {}))
-
-    async def run_group(self, request: GroupRequest) -> list[Rollout]:
-        return await self.run_task(await self.task(request.split, request.index), request)
-
     async def task(self, split: Split, index: int) -> vf.Task:
         tasks = self._tasks if split == "train" else self._eval_tasks
         if not isinstance(tasks, TaskStream):
@@ -278,6 +190,95 @@ class V1Environment(V1TaskRunner):
                 f"environment {self.name!r}: task {index} of its stream did not come within "
                 f"{deadline_s:g} s; raise generation_timeout"
             ) from error
+
+    async def example(self, split: Split, index: int) -> dict[str, Any]:
+        """Return the fields of an example, by their names."""
+        task = await self.task(split, index)
+        return task.data.model_dump() | dict(getattr(task, "row", {}))
+
+    def recipe(self) -> Callable[[], V1Environment]:
+        for task in (self._tasks[0], *self._eval_tasks[:1]):
+            pickle_for_worker(task)
+        if self._given is self.taskset:
+            return partial(V1Environment, without_tasks(self.taskset), self.options, False)
+        return partial(_make_again, type(self._given), self._given.config, self.options)
+
+    # --- Episodes ---------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Start what the environment shares between episodes.
+
+        Raises:
+            InvalidEnvironmentError: the environment is not ready in time.
+        """
+        is_up = asyncio.get_running_loop().create_future()
+        self._stopping = asyncio.Event()
+
+        async def serve() -> None:  # the task that opens a context must also close it
+            try:
+                async with open_shared(self.env.taskset), self.env.serving():
+                    if not is_up.done():  # nobody waits for it any more
+                        is_up.set_result(None)
+                    await self._stopping.wait()
+            except Exception as error:
+                if is_up.done():
+                    raise
+                is_up.set_exception(error)
+
+        self._serving = asyncio.create_task(serve())
+        deadline_s = max(self.options.timeout_s, LOAD_S)
+        try:
+            await asyncio.wait_for(is_up, deadline_s)
+        except TimeoutError as error:
+            raise InvalidEnvironmentError(
+                f"environment {self.name!r}: not ready within {deadline_s:g} s; raise "
+                "generation_timeout"
+            ) from error
+
+    async def close(self) -> None:
+        if self._serving is not None:
+            self._stopping.set()
+            await asyncio.wait([self._serving], timeout=EXIT_S)
+
+    async def run_group(self, request: GroupRequest) -> list[Rollout]:
+        return await self.run_task(await self.task(request.split, request.index), request)
+
+    async def run_task(self, task: vf.Task, request: GroupRequest) -> list[Rollout]:
+        """Run the episodes of one task. Each gives a rollout for each trace of a trained agent. An
+        error fails only its own episode.
+        """
+        play = partial(self._play, task, request)
+        runs = [request.play(number, play) for number in range(request.num_rollouts)]
+        return [rollout for episode in await asyncio.gather(*runs) for rollout in episode]
+
+    async def _play(
+        self, task: vf.Task, request: GroupRequest, session: RolloutSession
+    ) -> list[Rollout]:
+        slot = self.slot_of(task)
+        client = TokenClientConfig.of_episode(self, request, session)
+        version = request.policy_version
+        try:
+            async with session.limited(request.timeout_s):
+                context = vf.ModelContext(model=request.model, client=client)
+                traces = trained_traces(await self.env.run_slot(slot, context))
+            for trace in traces:
+                client.check(trace, is_trained=request.split == "train")
+            masks_env = self.options.mask_env_responses
+            return [rollout_of_trace(trace, version, masks_env) for trace in traces]
+        except Exception as error:  # whatever the environment's own code raises
+            failed = Rollout(0, task.data.prompt_text, error=error)
+            if slot.traces:
+                failed.record = record_of_trace(slot.traces[-1], version)
+            return [failed]
+
+    def slot_of(self, task: vf.Task) -> Any:
+        """Return verifiers' plan of one episode of a task."""
+        (slot,) = self.env.slots(with_local_urls(task) if self._has_tools_here else task)
+        return slot
+
+
+def _make_again(kind: type[vf.Env], config: vf.EnvConfig, options: RunnerOptions) -> V1Environment:
+    return V1Environment(kind(config), options, has_tasks=False)
 
 
 def trained_traces(episode: vf.Episode) -> list[vf.Trace]:
@@ -304,3 +305,111 @@ def trained_traces(episode: vf.Episode) -> list[vf.Trace]:
     if not traces:
         raise EpisodeError("no agent of the episode is trainable")
     return traces
+
+
+# --- From a trace to a rollout --------------------------------------------------------------------
+
+
+def rollout_of_trace(trace: Any, policy_version: int, mask_env_responses: bool = True) -> Rollout:
+    """Make the rollout of a trace whose agent's tokens are trained.
+
+    Args:
+        policy_version: version of replies that do not say which policy sampled them.
+        mask_env_responses: leave tokens that the environment put between turns out of the loss.
+
+    Raises:
+        ValueError: the trace cannot be trained on.
+    """
+    scores = {name: reward.score for name, reward in trace.rewards.items() if reward}
+    scores |= {name: value for name, value in trace.metrics.items() if value is not None}
+    nodes = trace.branches[-1].nodes if trace.branches else []
+    first_reply = next((at for at, node in enumerate(nodes) if node.sampled), len(nodes))
+    rollout = Rollout(
+        example_id=0,
+        prompt=trace.task.data.prompt_text,
+        completion=text_of([node.message for node in nodes[first_reply:]]),
+        role=trace.agent.name,
+        reward=finite_reward(trace.reward),
+        metrics={name: float(value) for name, value in scores.items()},
+        samples=samples_from_trace(trace, policy_version, mask_env_responses),
+        num_turns=trace.num_turns,
+        is_truncated=is_cut(trace),
+        generation_s=trace.timing.agent.duration,
+        record=record_of_trace(trace, policy_version),
+    )
+    trained = [branch for branch in trace.branches if branch.trainable]
+    rollout.has_own_advantages = any(branch.advantages is not None for branch in trained)
+    if rollout.has_own_advantages and rollout.samples:
+        rollout.set_advantage(np.concatenate([s.advantages for s in rollout.samples]))
+    if not rollout.num_sampled_tokens:
+        raise ValueError(
+            "no token was sampled: the prompt fills max_seq_len, or the agent took no turn"
+        )
+    return rollout
+
+
+def is_cut(trace: Any) -> bool:
+    """Return whether a length limit cut a turn. verifiers' own `is_truncated` counts max_turns as a
+    truncation too.
+    """
+    is_long = any(call.finish_reason == "length" for call in trace.calls)
+    return is_long or trace.stop_condition == "context_length"
+
+
+def samples_from_trace(
+    trace: Any, policy_version: int, mask_env_responses: bool = True
+) -> list[Sample]:
+    """Return one sample for each branch that has tokens for the loss. Tokens that branches share
+    are in the loss of the first branch only. Advantages that the environment gave to the tokens of
+    a branch become those of its sample.
+
+    Args:
+        trace: a `verifiers.v1.Trace`.
+        policy_version, mask_env_responses: see `rollout_of_trace`.
+
+    Raises:
+        ValueError: a reply has lost its tokens (an interceptor rewrote it), or its logprobs are no
+            numbers.
+    """
+    trained: set[int] = set()  # nodes, by id
+    samples = []
+    for branch in trace.branches:
+        if not branch.trainable:
+            continue  # a compaction attempt that the harness gave up
+        versions = [np.zeros(0, np.int32)]  # of each reply's tokens
+        for node in branch.nodes:
+            num_sampled = int(np.count_nonzero(node.mask))
+            if node.sampled and not num_sampled:
+                raise ValueError("a reply was rewritten; its tokens are not those sampled")
+            if len(node.logprobs) != num_sampled:
+                raise ValueError(f"{num_sampled} sampled tokens but {len(node.logprobs)} logprobs")
+            spans = versions_of_reply(node.message, policy_version)
+            versions.append(versions_of_tokens(spans, num_sampled))
+        is_new = np.repeat(
+            [id(node) not in trained for node in branch.nodes],
+            [len(node.token_ids) for node in branch.nodes],
+        )
+        trained |= {*map(id, branch.nodes)}
+        is_sampled = np.array(branch.sampled_mask, bool)
+        logprobs = np.array(branch.logprobs, np.float32)
+        check_logprobs(logprobs)
+        in_loss, of_tokens = is_sampled & is_new, np.full(len(is_new), -1, np.int32)
+        of_tokens[is_sampled] = np.concatenate(versions)
+        of_tokens[~is_new] = -1
+        if not mask_env_responses:
+            is_between = ~is_sampled & np.logical_or.accumulate(is_sampled)
+            in_loss |= is_between & is_new
+            # NaN: no policy sampled these. The loss uses the trainer's logprob, so ratio 1.
+            logprobs[is_between] = math.nan
+        if not in_loss.any():
+            continue
+        sample = Sample(branch.token_ids, in_loss, logprobs, of_tokens)
+        if (mask := branch.sampling_mask) is not None:
+            sample.extras[ALLOWED_TOKENS] = allowed_tokens(mask.counts, mask.ids)
+        if (experts := branch.routed_experts) is not None:
+            sample.extras[ROUTED_EXPERTS] = experts = experts.astype(np.int16)
+            experts[-1] = -1  # no step has computed the last token
+        if branch.advantages is not None:
+            sample.set_advantage(branch.advantages)
+        samples.append(sample)
+    return samples

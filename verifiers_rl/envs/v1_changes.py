@@ -1,4 +1,4 @@
-"""What we change inside `verifiers.v1`, when this module is imported. v1_client.py has one more."""
+"""What we change inside `verifiers.v1`, when this module is imported."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from verifiers.v1 import MessageNode, runtimes
+from verifiers.v1 import Client, MessageNode, runtimes
+from verifiers.v1.interception import server as interception
 
+from verifiers_rl.envs.v1_client import TokenClient, TokenClientConfig
 from verifiers_rl.process.secret_names import is_secret
 
 # verifiers 0.4.1 moves the runtime of this machine and names its class anew.
@@ -97,3 +99,19 @@ class _LazyRuntime(_Runtime):
 
 
 setattr(runtimes, _CLASS, _LazyRuntime)  # where verifiers looks the class up
+
+
+# --- The client -----------------------------------------------------------------------------------
+# Not needed once the configuration of a client can name its class.
+
+_stock_resolve_client = interception.resolve_client
+
+
+def _resolve_client(config: Any) -> Client:
+    """Make a client from its configuration. verifiers' own function knows only two kinds."""
+    if isinstance(config, TokenClientConfig):
+        return TokenClient(config)
+    return _stock_resolve_client(config)
+
+
+interception.resolve_client = _resolve_client

@@ -14,14 +14,13 @@ from verifiers.v1.dialects import Dialect
 from verifiers.v1.dialects.chat import ChatDialect
 from verifiers.v1.errors import ProviderError
 from verifiers.v1.graph import PendingTurn
-from verifiers.v1.interception import server as interception
 from verifiers.v1.types import SamplingMask
 
-from verifiers_rl.envs.v1_loading import IN_PROCESS
+from verifiers_rl.envs.chat_harness import IN_PROCESS
 from verifiers_rl.inference import ChatReply, RolloutSession, ServerClient
 
 if TYPE_CHECKING:
-    from verifiers_rl.envs.v1 import V1TaskRunner
+    from verifiers_rl.envs.v1 import V1Environment
     from verifiers_rl.requests import GroupRequest
 
 logger = logging.getLogger(__name__)
@@ -31,6 +30,7 @@ _OF_MASK = {"top_p", "top_k", "min_p", "bad_words", "allowed_token_ids", "min_to
 # These too make vLLM sample from another distribution than the softmax of the logits.
 _OTHERS = {"repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"}
 _OTHERS |= {"tool_choice", "response_format", "structured_outputs"}
+CONTEXT = "context length"  # by these words, harnesses recognize a prompt that is too long
 _NEUTRAL: tuple[Any, ...] = (None, 0, {}, [], "auto", "none", {"type": "text"})
 
 
@@ -48,13 +48,13 @@ class TokenClientConfig(vf.TrainClientConfig):
     what its tokens depend on. verifiers takes them for equal, so they share one `TokenClient`.
     """
 
-    _runner: V1TaskRunner = PrivateAttr()
+    _runner: V1Environment = PrivateAttr()
     _sampling: dict[str, Any] = PrivateAttr()  # options of the run, without extra_body
     _session: RolloutSession = PrivateAttr()
 
     @classmethod
     def of_episode(
-        cls, runner: V1TaskRunner, request: GroupRequest, session: RolloutSession
+        cls, runner: V1Environment, request: GroupRequest, session: RolloutSession
     ) -> TokenClientConfig:
         client = cls(base_url=runner.options.base_url, api_key_var="VLLM_API_KEY")
         client._runner, client._session = runner, session
@@ -134,11 +134,6 @@ class TokenClient(vf.Client):
             prompt_ids = _prompt_ids(episode._runner, body["messages"], turn, template)
         except ValueError as error:  # the prompt has an image
             raise ProviderError(str(error), status_code=400) from error
-        max_seq_len = episode._runner.options.max_seq_len
-        room = max_seq_len - len(prompt_ids)
-        if room < 1:
-            tokens = f"{len(prompt_ids)} tokens fill max_seq_len={max_seq_len}"
-            raise _prompt_too_long(turn, f"maximum context length: {tokens}")
         request = body | options
         # If a program asks for a stream, verifiers makes one from the whole reply. The only
         # limit is max_tokens below.
@@ -147,15 +142,22 @@ class TokenClient(vf.Client):
         if request.get("sampling_mask") and request.get("top_k") in (None, -1, 0):
             request["top_k"] = episode._sampling["top_k"]  # an agent has taken the limit away
         episode.warn_of_bias(turn.trace.agent.name, request)
+        max_seq_len = episode._runner.options.max_seq_len
+        room = max_seq_len - len(prompt_ids)
         request["max_tokens"] = min(options.get("max_tokens") or room, room)
         try:
+            if room < 1:
+                tokens = f"{len(prompt_ids)} tokens fill max_seq_len={max_seq_len}"
+                raise openai.OpenAIError(f"maximum context length: {tokens}")
             reply = await self._http.of_rollout(episode._session).reply_to(request, prompt_ids)
         except openai.OpenAIError as error:
-            if "context length" in str(error):
-                raise _prompt_too_long(turn, str(error)) from error
-            raise ProviderError(
-                str(error), status_code=getattr(error, "status_code", 503)
-            ) from error
+            status = getattr(error, "status_code", 503)
+            if CONTEXT in str(error):
+                status = 400
+                # verifiers leaves it to the harness to end the trace then; for ours, this does.
+                if turn.trace.agent.config.harness.id == IN_PROCESS:
+                    turn.trace.stop("context_length")
+            raise ProviderError(str(error), status_code=status) from error
         response = dialect.parse_response(dialect.validate_response(reply.completion))
         response.raw = reply.completion
         response.message = AssistantMessage(
@@ -164,27 +166,12 @@ class TokenClient(vf.Client):
         response.tokens = _turn_tokens(prompt_ids, reply)
         return response
 
-    async def relay(self, *args: Any, **kwargs: Any) -> Any:
-        raise ProviderError("streamed replies cannot be trained on", status_code=400)
-
     async def close(self) -> None:
         await self._http.close()
 
 
-def _prompt_too_long(turn: PendingTurn, reason: str) -> ProviderError:
-    """Return the exception for a prompt that leaves no room for a reply. verifiers leaves it to the
-    harness to end the trace then; for ours, this function ends it.
-
-    Args:
-        reason: contains the words by which harnesses recognize this error.
-    """
-    if turn.trace.agent.config.harness.id == IN_PROCESS:
-        turn.trace.stop("context_length")
-    return ProviderError(reason, status_code=400)
-
-
 def _prompt_ids(
-    runner: V1TaskRunner, messages: list[Any], turn: PendingTurn, template: dict[str, Any]
+    runner: V1Environment, messages: list[Any], turn: PendingTurn, template: dict[str, Any]
 ) -> list[int]:
     """Return the tokens so far and those of new messages; render all again if that fails."""
     before = turn.previous_renderer_token_ids()
@@ -213,17 +200,3 @@ def _turn_tokens(prompt_ids: list[int], reply: ChatReply) -> vf.TurnTokens:
         routed_experts=routed_experts,
         sampling_mask=None if mask is None else SamplingMask(counts=mask[0], ids=mask[1]),
     )
-
-
-_stock_resolve_client = interception.resolve_client
-
-
-def _resolve_client(config: Any) -> vf.Client:
-    """Make a client from its configuration. verifiers' own function knows only two kinds."""
-    if isinstance(config, TokenClientConfig):
-        return TokenClient(config)
-    return _stock_resolve_client(config)
-
-
-# Not needed once the configuration of a client can name its class.
-interception.resolve_client = _resolve_client

@@ -1,60 +1,73 @@
-"""Makes an `Env` of `verifiers.v1` that can be played here, from what a user gives.
+"""Makes an `Env` of `verifiers.v1` that can be played here, and its tasks, from what a user gives.
 
-load_v1_environment   makes it from a TOML's table, or from an id alone
+load_v1_environment   makes it from a TOML's table
 environment_of        makes it from a taskset, wherever its class is defined
 with_local_chat       uses our chat where nobody chose another harness
 describe              says who plays where, in one line
+TaskStream            the tasks of a taskset without end, by their position
 """
 
 from __future__ import annotations
 
 import copy
+import importlib
 import itertools
-import os
 import pkgutil
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import verifiers.v1 as vf
 from pydantic import ValidationError
+from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.utils import loaders
 from verifiers.v1.utils.prime import ensure_prime_auth
 
+from verifiers_rl.data import ENDLESS
 from verifiers_rl.did_you_mean import did_you_mean
 from verifiers_rl.envs.base import (
+    HOW_TO_MAKE_PYTHON,
     InvalidEnvironmentError,
     add_folders,
     module_name,
 )
-from verifiers_rl.envs.local_tools import runs_here
+from verifiers_rl.envs.chat_harness import IN_PROCESS, ChatHarnessConfig
+from verifiers_rl.envs.rendering import as_vllm_renders
+from verifiers_rl.envs.tools import runs_here
 
-IN_PROCESS = "verifiers_rl"  # id of `chat_harness.ChatHarness`
 GLOBAL_DEFAULT = "bash"  # verifiers' harness if neither agent nor taskset names one
+NUM_KEPT = 4096  # tasks of a stream in memory: more than the groups of all pending batches
 
 
 # --- From a TOML ----------------------------------------------------------------------------------
 
 
 def load_v1_environment(given: Mapping[str, Any], *folders: Path) -> vf.Env:
-    """Make the environment of a TOML's table. Its keys are those of verifiers' `EnvConfig`,
-    and `eval_taskset`: what differs in the taskset of evaluations.
+    """Make the environment of a table: [env] in a TOML, or the dict of a `WeightedEnv`.
+
+    {"id": ..., "args": {...}}      a taskset, and keys of its config
+    {"taskset": {"id": ...}, ...}   keys of verifiers' `EnvConfig`, and `eval_taskset`: what differs
+                                    in the taskset of evaluations
 
     Args:
         folders: modules may be there, beside those that are installed.
 
     Raises:
-        InvalidEnvironmentError: an id is not installed, or verifiers refuses a key or a value; one
-            line names it.
+        InvalidEnvironmentError: an id is not installed or is a classic environment's, or verifiers
+            refuses a key or a value; one line names it.
     """
-    add_folders(folders)
-    for folder in reversed(folders):
-        let_tool_servers_import_from(folder)
+    add_folders(*folders)
     table = copy.deepcopy(dict(given))
+    if "taskset" not in table:
+        table = {"taskset": {"id": table["id"], **table.get("args", {})}}
     of_evaluation = table.pop("eval_taskset", None)
     try:
+        if "taskset" not in given:
+            refuse_classic(given["id"])
         env = loaders.load_environment(_resolve(table))
         if of_evaluation is not None:
             config = _resolve(table | {"taskset": table["taskset"] | of_evaluation}, "eval_taskset")
@@ -71,11 +84,16 @@ def load_v1_environment(given: Mapping[str, Any], *folders: Path) -> vf.Env:
         ) from error
 
 
-def let_tool_servers_import_from(folder: Path) -> None:
-    """Add the folder to PYTHONPATH. Tool servers are processes that import the taskset's module."""
-    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if str(folder) not in paths:
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, paths)])
+def refuse_classic(env_id: str) -> None:
+    """Raise InvalidEnvironmentError if the module of an id has a classic environment."""
+    found: Any = None
+    with suppress(ModuleNotFoundError):  # what is missing is said when it is loaded
+        found = importlib.import_module(module_name(env_id))
+    if hasattr(found, "load_environment") and not hasattr(found, "__all__"):
+        raise InvalidEnvironmentError(
+            f"[env] id={env_id!r} is a classic environment, which needs an older verifiers; "
+            f"{HOW_TO_MAKE_PYTHON} beside the id"
+        )
 
 
 def _resolve(table: dict[str, Any], taskset_table: str = "taskset") -> vf.EnvConfig:
@@ -110,18 +128,18 @@ def _resolve(table: dict[str, Any], taskset_table: str = "taskset") -> vf.EnvCon
         raise InvalidEnvironmentError(f"{where} {said}") from error
 
 
-def _describe_missing(error: ModuleNotFoundError, folders: Sequence[Path]) -> str:
+def _describe_missing(error: ModuleNotFoundError, folders: tuple[Path, ...]) -> str:
     """Describe what verifiers says of an id whose module is missing, or imports one that is."""
     said = str(error).split(". ")[0]  # "taskset 'x' not found (tried to import 'x')"
     _, plugin_id, *_ = [*said.split("'"), ""]
     own = [f"{vf.__path__[0]}/{kind}" for kind in ("tasksets", "envs", "harnesses")]
     known = [module.name for module in (*pkgutil.iter_modules(), *pkgutil.iter_modules(own))]
-    beside = f" nor beside the TOML in {', '.join(map(str, folders))}" if folders else ""
     hint = ""
     if module_name(plugin_id) not in known:  # else it imports what is missing
         hint = did_you_mean(plugin_id, known)
         if "/" in plugin_id:  # of verifiers' hub
             hint = f"install it: prime env install {plugin_id}"
+    beside = f" nor beside the TOML in {', '.join(map(str, folders))}" if folders else ""
     return f"{said}{beside}: {error.__cause__ or error}" + (f"; {hint}" if hint else "")
 
 
@@ -164,16 +182,17 @@ def _exported_beside(cls: type) -> list[type]:
     """Return the environments and harnesses that are exported with a taskset's class, by its module
     or by the package around that. A script exports nothing, so all that it defines count.
     """
-    own = sys.modules.get(cls.__module__)
-    for module in (own, sys.modules.get(cls.__module__.partition(".")[0])):
-        exported = [getattr(module, name, None) for name in getattr(module, "__all__", ())]
-        if cls in exported:
-            break
-    else:
+    own, around = (sys.modules.get(n) for n in (cls.__module__, cls.__module__.partition(".")[0]))
+    exported: list[Any] = []
+    for module in (own, around):
+        if cls not in exported:
+            exported = [getattr(module, name, None) for name in getattr(module, "__all__", ())]
+    if cls not in exported:
+        defined = vars(own).items() if own else ()
         exported = [
             c
-            for name, c in (vars(own) if own else {}).items()
-            if not name.startswith("_") and getattr(c, "__module__", "") == cls.__module__
+            for name, c in defined
+            if name[0] != "_" and getattr(c, "__module__", "") == cls.__module__
         ]
     return [c for c in exported if isinstance(c, type) and issubclass(c, vf.Env | vf.Harness)]
 
@@ -190,20 +209,18 @@ def with_local_chat(env: vf.Env) -> vf.Env:
     Raises:
         InvalidEnvironmentError: an agent plays in a remote sandbox whose key is missing.
     """
-    from verifiers_rl.envs.chat_harness import ChatHarnessConfig
-
+    played = copy.copy(env)
     taskset_has_one = loaders.default_harness_id(env.config.taskset.id) != GLOBAL_DEFAULT
     needs_container = type(env.taskset).task_type().NEEDS_CONTAINER
     changed = {}
     for role, harness in env.config.agent_harnesses().items():
         agent = getattr(env.config, role)
         update: dict[str, Any] = {}
-        if agent.harness is None and not taskset_has_one:
-            update["harness"] = ChatHarnessConfig()
-        elif harness.id in ("null", IN_PROCESS):
+        is_unchosen = agent.harness is None and not taskset_has_one
+        if is_unchosen or harness.id in ("null", IN_PROCESS):
             # Refuses what our chat has not, such as the compaction of verifiers 0.4.1's.
-            given = harness.model_dump(exclude={"id"}, exclude_defaults=True)
-            update["harness"] = ChatHarnessConfig(**given)
+            given = {} if is_unchosen else harness.model_dump(exclude_defaults=True)
+            update["harness"] = ChatHarnessConfig(**given | {"id": IN_PROCESS}).of(played)
         loaded = loaders.harness_class(harness.id)
         is_harmless = bool(update) or not (loaded.EXECUTES_CODE or loaded.NEEDS_CONTAINER)
         default = type(agent).model_fields["runtime"].default
@@ -211,24 +228,19 @@ def with_local_chat(env: vf.Env) -> vf.Env:
         if is_default and is_harmless and not needs_container:
             update["runtime"] = vf.SubprocessConfig()
         elif agent.runtime.type == "prime":
-            _check_login(role, harness.id)
+            try:
+                ensure_prime_auth()
+            except SystemExit as error:
+                raise InvalidEnvironmentError(
+                    f"the agent {role!r} plays in the harness {harness.id!r}, by verifiers' "
+                    f"default in a remote sandbox: {error}; or set a runtime, "
+                    f'[env.{role}.runtime] type = "docker" or, without isolation, "subprocess"'
+                ) from error
         changed[role] = agent.model_copy(update=update)
-    played = copy.copy(env)
     # Not the __init__ of its class, which may take more arguments, or reset later changes.
     vf.Env.__init__(played, env.config.model_copy(update=changed))
     played.taskset = env.taskset
     return played
-
-
-def _check_login(role: str, harness_id: str) -> None:
-    try:
-        ensure_prime_auth()
-    except SystemExit as error:
-        raise InvalidEnvironmentError(
-            f"the agent {role!r} plays in the harness {harness_id!r}, by verifiers' default in "
-            f"a remote sandbox: {error}; or set a runtime, "
-            f'[env.{role}.runtime] type = "docker" or, without isolation, "subprocess"'
-        ) from error
 
 
 def plays_in_our_chat_here(env: vf.Env) -> bool:
@@ -244,7 +256,7 @@ def check_tool_servers(env: vf.Env, has_tools_here: bool) -> None:
     defined in the script that runs.
 
     Args:
-        has_tools_here: `local_tools.LocalTools` has those that can run in this process.
+        has_tools_here: those that can run in this process do.
     """
     taskset = env.taskset
     toolsets = [*taskset.toolsets(taskset.config)]
@@ -271,3 +283,76 @@ def describe(env: vf.Env) -> str:
         agents.append(f"{role} plays in {where}, with its programs {place}")
     kind = "" if isinstance(env, vf.SingleAgentEnv) else f"{type(env).__name__}, "
     return kind + "; ".join(agents)
+
+
+# --- Tasks ----------------------------------------------------------------------------------------
+
+
+def first_messages(task: vf.Task) -> list[dict[str, Any]]:
+    """Return the first prompt as messages for a chat template. Raises InvalidEnvironmentError if it
+    has an image.
+    """
+    data, prompt = task.data, task.data.prompt
+    messages = [] if not data.system_prompt else [{"role": "system", "content": data.system_prompt}]
+    if isinstance(prompt, str):
+        return [*messages, {"role": "user", "content": prompt}]
+    messages += [message_to_wire(message) for message in prompt or []]
+    try:
+        for message in messages:
+            as_vllm_renders(message)
+    except ValueError as error:
+        raise InvalidEnvironmentError(f"task {data.idx}: {error}") from error
+    return messages
+
+
+def without_tasks(taskset: vf.Taskset) -> vf.Taskset:
+    """Return a copy of a taskset that can be pickled. A view of a taskset chooses tasks by a
+    closure; whoever gets the copy gets the chosen tasks one by one.
+    """
+    bare = copy.copy(taskset)
+    for name in ("transform", "eval_taskset"):
+        vars(bare).pop(name, None)
+    return bare
+
+
+class TaskStream:
+    """The tasks that an iterator yields without end, by their position.
+
+    Tasks are made when they are requested, on any thread, and the last `NUM_KEPT` are kept. An
+    older task, or one that a resumed run requests, is made again with all tasks before it. So the
+    iterator must yield the same tasks each time.
+
+    Args:
+        iterate: starts the iteration from the beginning.
+        num_skipped: tasks at the beginning that the stream leaves out.
+    """
+
+    def __init__(self, iterate: Callable[[], Iterator[vf.Task]], num_skipped: int = 0) -> None:
+        self._iterate = iterate
+        self._num_skipped = num_skipped
+        self._tasks: Iterator[vf.Task] = iter(())
+        self._next = -1  # position of the next task from `_tasks`; -1: not begun
+        self._kept: dict[int, vf.Task] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def __getitem__(self, position: int) -> vf.Task:
+        """Return one task. Raises InvalidEnvironmentError if the stream ends before it."""
+        with self._lock:
+            if position not in self._kept and not 0 <= self._next <= position:
+                self._tasks = itertools.islice(self._iterate(), self._num_skipped, None)
+                self._next = 0
+            while position not in self._kept:
+                try:
+                    self._kept[self._next] = next(self._tasks)
+                except StopIteration:
+                    raise InvalidEnvironmentError(
+                        f"the taskset says that it is infinite and ended after "
+                        f"{self._num_skipped + self._next} tasks"
+                    ) from None
+                self._next += 1
+                if len(self._kept) > NUM_KEPT:
+                    del self._kept[next(iter(self._kept))]
+            return self._kept[position]

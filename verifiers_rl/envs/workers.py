@@ -1,7 +1,7 @@
 """Rollout workers: environments in processes of their own, so that their Python code takes no time
-from the trainer.
+from the trainer. This file has both ends of the connection.
 
-    trainer process                                     worker process (worker_main.py)
+    trainer's process                                   worker's process
     WorkerEnvironment ── group: example, request ──►    the environment's rollouts
                       ◄── rollout: needs a place ──     each asks before it begins
                       ── its server ──────────────►     (and again if its server is lost)
@@ -10,10 +10,10 @@ from the trainer.
 
 So places, servers and what is done of a batch are counted in the trainer's process alone. A worker
 makes each environment again from its recipe. If parts of it are defined in the script that runs,
-the worker imports the script, as multiprocessing's "spawn" does. Messages are JSON and bytes
-(messages.py), on a pair of sockets that no other process can reach; recipes and tasks in them are
-pickles. Workers may run in another Python than the trainer's, see foreign.py: then nothing is
-pickled.
+the worker imports the script, as multiprocessing's "spawn" does. Messages are JSON and bytes, on a
+pair of sockets that no other process can reach; recipes and tasks in them are pickles. Workers may
+run in another Python than the trainer's, see foreign.py: then nothing is pickled. A worker loads
+neither torch nor vLLM.
 
 We do not use the environment server of `verifiers`: a worker of it that dies is not started again,
 and its messages have no place for policy versions.
@@ -23,20 +23,27 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import faulthandler
+import gc
 import itertools
 import json
 import logging
 import multiprocessing.spawn
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, fields
+import traceback
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import fields
+from functools import partial
 from typing import Any
+
+import numpy as np
 
 import verifiers_rl
 from verifiers_rl.data import describe_error
@@ -46,16 +53,10 @@ from verifiers_rl.envs.base import (
     needs_script,
     pickle_for_worker,
 )
-from verifiers_rl.envs.messages import (
-    Outbox,
-    WorkerError,
-    WorkerLostError,
-    receive,
-    unpack_group,
-)
-from verifiers_rl.inference import ServerLostError, SessionLostError
+from verifiers_rl.inference import RolloutSession, ServerLostError, SessionLostError
+from verifiers_rl.process import parent as parent_of_worker
 from verifiers_rl.requests import GroupRequest
-from verifiers_rl.types import LOAD_S, Rollout
+from verifiers_rl.types import LOAD_S, Rollout, columns_of, join_samples, split_samples
 
 logger = logging.getLogger(__name__)
 
@@ -65,20 +66,110 @@ BLOCKED_S = 30.0  # a worker that has said nothing for so long is reported
 MAX_ATTEMPTS = 3  # of a group whose worker dies
 MAX_DEATHS = 5  # of a worker that has returned no group in between
 MAX_AUTO_WORKERS = 8
-# Fields of a request that are sent; its places and its progress stay here.
-SENT = [f.name for f in fields(GroupRequest) if f.name not in ("places", "progress")]
-# The worker's Python may have packages of its own, and this one not. So it gets the folder of this
-# package alone, not the folder in which the package lies, where all others are.
-MAIN = """
-import importlib.util, sys
-descriptor, parent, package = sys.argv[1:]
-sys.path[:] = [folder for folder in sys.path if folder]
-spec = importlib.util.spec_from_file_location("verifiers_rl", package)
-sys.modules["verifiers_rl"] = module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-from verifiers_rl.envs.worker_main import main
-main(int(descriptor), int(parent))
-"""
+
+
+class WorkerError(RuntimeError):
+    """A rollout failed in a worker; the traceback from there is a note of this error."""
+
+
+class WorkerLostError(WorkerError):
+    """The worker process has ended, or was ended because it did not answer."""
+
+
+# --- Messages -------------------------------------------------------------------------------------
+# The sizes of the two parts behind it (two little-endian int64), JSON, bytes.
+
+# Fields of a request that are sent; its places and its progress stay in the trainer's process.
+_OF_REQUEST = [f.name for f in fields(GroupRequest) if f.name not in ("places", "progress")]
+_OF_ROLLOUT = [f.name for f in fields(Rollout) if f.name not in ("samples", "error", "record")]
+
+
+def frame(message: Mapping[str, Any], content: bytes = b"") -> list[bytes]:
+    """Return the parts of a message, to be written one after the other.
+
+    Raises:
+        TypeError: the message has a value that JSON has no form for.
+    """
+    text = json.dumps(message).encode()
+    return [np.array([len(text), len(content)], "<i8").tobytes(), text, content]
+
+
+class Outbox:
+    """Sends frames. All of one turn of the event loop are written at once: each write gives the
+    interpreter's lock away, and a trainer that computes takes milliseconds to give it back.
+    """
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer, self._frames = writer, list[bytes]()
+
+    def send(self, message: Mapping[str, Any], content: bytes = b"") -> None:
+        """Send a frame. Raises as `frame` does."""
+        parts = frame(message, content)
+        if not self._frames:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._frames += parts
+
+    def _flush(self) -> None:
+        frames, self._frames = self._frames, []
+        self._writer.write(b"".join(frames))
+
+
+async def receive(reader: asyncio.StreamReader) -> tuple[dict[str, Any], bytes]:
+    """Read one message: its JSON and its bytes.
+
+    Raises:
+        asyncio.IncompleteReadError: the other side has closed the connection.
+    """
+    sizes = np.frombuffer(await reader.readexactly(16), "<i8").tolist()
+    text, content = [await reader.readexactly(size) for size in sizes]
+    return json.loads(text), content
+
+
+def pack_group(group: Sequence[Rollout]) -> tuple[dict[str, Any], bytes]:
+    """Return rollouts in a form for `frame`: their samples are the bytes, one column after the
+    other. An error becomes its description and its traceback, because its class may be known to
+    this process only.
+    """
+    samples = [sample for rollout in group for sample in rollout.samples]
+    num_tokens = sum(len(sample.token_ids) for sample in samples)
+    columns: dict[str, Any] = {
+        name: np.empty(num_tokens, dtype) for name, dtype in columns_of(samples).items()
+    }
+    join_samples(samples, columns)
+    rollouts = []
+    for rollout in group:
+        packed = {name: getattr(rollout, name) for name in _OF_ROLLOUT}
+        packed["lengths"] = [len(sample.token_ids) for sample in rollout.samples]
+        packed["record"] = rollout.record.decode()
+        if rollout.error is not None:
+            trace = "".join(traceback.format_exception(rollout.error))
+            packed["error"] = describe_error(rollout.error), trace
+        rollouts.append(packed)
+    layout = [(name, column.dtype.str, column.shape) for name, column in columns.items()]
+    return {"rollouts": rollouts, "columns": layout}, b"".join(columns.values())
+
+
+def unpack_group(message: dict[str, Any], content: bytes) -> list[Rollout]:
+    """Return the rollouts that `pack_group` packed."""
+    columns: dict[str, np.ndarray] = {}
+    room, start = bytearray(content), 0  # so that the arrays can be written
+    for name, dtype, shape in message["columns"]:
+        columns[name] = column = np.ndarray(shape, dtype, room, start)
+        start += column.nbytes
+    lengths = [packed.pop("lengths") for packed in message["rollouts"]]
+    samples = iter(split_samples(columns, [*itertools.chain(*lengths)]))
+    group = []
+    for packed, own in zip(message["rollouts"], lengths, strict=True):
+        failure, record = packed.pop("error", None), packed.pop("record").encode()
+        rollout = Rollout(**packed, samples=[next(samples) for _ in own], record=record)
+        if failure is not None:
+            rollout.error = WorkerError(failure[0])
+            rollout.error.add_note(failure[1])
+        group.append(rollout)
+    return group
+
+
+# --- In the trainer's process ---------------------------------------------------------------------
 
 
 def count_workers(env_workers: int | str) -> int:
@@ -116,22 +207,17 @@ class WorkerEnvironment:
         Raises:
             NotPortableError: the example cannot be sent.
         """
-        index = request.index
-        task = await self.env.task(request.split, index)
+        task = await self.env.task(request.split, request.index)
         pickled = b"" if task is None else pickle_for_worker(task)
-        given = {name: getattr(request, name) for name in SENT}
-        message = {"env": self._number, "request": given}
         for num_restarts in range(MAX_ATTEMPTS):  # noqa: B007 - counted below
             # The worker with the least to do.
             worker = min(self.pool.workers, key=lambda one: (one.is_blocked, len(one.groups)))
             try:
-                group = await worker.run_group(request, message, pickled)
+                group = await worker.run_group(self._number, request, pickled)
                 break
             except WorkerError as error:
-                group = [
-                    Rollout(index, f"example {index}", error=error)
-                    for _ in range(request.num_rollouts)
-                ]
+                failed = partial(Rollout, request.index, f"example {request.index}", error=error)
+                group = [failed() for _ in range(request.num_rollouts)]
                 if not isinstance(error, WorkerLostError):
                     break
         for rollout in group:
@@ -150,8 +236,8 @@ class WorkerPool:
     """
 
     def __init__(self, num_workers: int, timeout_s: float, python: str = "") -> None:
-        self.workers = [Worker(timeout_s, python) for _ in range(num_workers)]
         self._recipes: list[dict[str, Any]] = []
+        self.workers = [Worker(self._recipes, timeout_s, python) for _ in range(num_workers)]
 
     def add(self, env: PortableEnvironment) -> int:
         """Take up an environment; return its number.
@@ -161,11 +247,8 @@ class WorkerPool:
         """
         recipe = env.recipe()
         if not isinstance(recipe, dict):
-            pickled = pickle_for_worker(recipe)
-            recipe = {
-                "pickled": base64.b64encode(pickled).decode(),
-                "script": needs_script(pickled),
-            }
+            data = pickle_for_worker(recipe)
+            recipe = {"pickled": base64.b64encode(data).decode(), "script": needs_script(data)}
         # What it logs as it is made was said when it was made the first time.
         self._recipes.append({"name": env.name, "is_quiet": True, **recipe})
         return len(self._recipes) - 1
@@ -177,7 +260,7 @@ class WorkerPool:
             InvalidEnvironmentError: a worker could not make an environment.
         """
         try:
-            await asyncio.gather(*(worker.open(self._recipes) for worker in self.workers))
+            await asyncio.gather(*(worker.open() for worker in self.workers))
         except Exception:
             await self.close()
             raise
@@ -187,37 +270,21 @@ class WorkerPool:
         await asyncio.gather(*(worker.close() for worker in self.workers))
 
 
-@dataclass
-class _Group:
-    """A group that a worker was given and has not returned.
-
-    Attributes:
-        request: for it.
-        result: its rollouts.
-        ended: by number of a rollout that has asked for a place: that it has ended there, with
-            whether its server was lost.
-        tasks: those that hold the places of its rollouts.
-    """
-
-    request: GroupRequest
-    result: asyncio.Future[list[Rollout]]
-    ended: dict[int, asyncio.Queue[bool]] = field(default_factory=dict)
-    tasks: list[asyncio.Task[None]] = field(default_factory=list)
-
-
 class Worker:
     """A worker process, and this side of its connection. A process that ends is started again.
 
     Args:
+        recipes: of its environments.
         timeout_s, python: see `WorkerPool`.
 
     Attributes:
-        groups: those that it was given and has not returned, by their number.
+        groups: those that it was given and has not returned, by their number: what it says of each,
+            or an error that ends the group.
     """
 
-    def __init__(self, timeout_s: float, python: str) -> None:
-        self.groups: dict[int, _Group] = {}
-        self._python = python
+    def __init__(self, recipes: Sequence[dict[str, Any]], timeout_s: float, python: str) -> None:
+        self.groups: dict[int, asyncio.Queue[Any]] = {}
+        self._recipes, self._python = recipes, python
         self._load_s, self._silent_s = max(timeout_s, LOAD_S), max(timeout_s, BLOCKED_S)
         self._num_deaths = 0  # since it returned a group
         self._num_silent = 0  # times `ALIVE_S` in which it has said nothing
@@ -235,19 +302,27 @@ class Worker:
         """
         return self._num_silent * ALIVE_S >= BLOCKED_S
 
-    async def open(self, recipes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Start the process, and wait until it has opened these environments.
+    @property
+    def _what(self) -> str:
+        return f"environment {', '.join(recipe['name'] for recipe in self._recipes)!r}"
+
+    async def open(self) -> list[dict[str, Any]]:
+        """Start the process, and wait until it has opened its environments.
 
         Returns:
-            What it knows of those that have their examples there, see `worker_main.facts_of`.
+            The sizes and the description of those that have their examples there.
 
         Raises:
             InvalidEnvironmentError: it could not make one, or not within the deadline.
         """
-        self._recipes, self._names = recipes, ", ".join(recipe["name"] for recipe in recipes)
         self._ready = asyncio.get_running_loop().create_future()
         self._running = asyncio.create_task(self._run())
         return await asyncio.shield(self._ready)
+
+    async def close(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait([self._running])
 
     async def _run(self) -> None:
         """Run a process, and another one whenever it has ended."""
@@ -258,16 +333,15 @@ class Worker:
                 self._ready = asyncio.get_running_loop().create_future()
                 self._num_deaths += 1
                 logger.warning(
-                    "environment %r: %s; another one is started, and its %d groups begin again",
-                    *(self._names, problem, len(self.groups)),
+                    "%s: %s; another one is started, and its %d groups begin again",
+                    *(self._what, problem, len(self.groups)),
                 )
-                for group in self.groups.values():
-                    if not group.result.done():
-                        group.result.set_exception(WorkerLostError(problem))
+                for said in self.groups.values():
+                    said.put_nowait(WorkerLostError(problem))
                 if self._num_deaths == MAX_DEATHS:
                     raise InvalidEnvironmentError(
-                        f"environment {self._names!r}: a worker died {MAX_DEATHS} times and "
-                        f"returned no group in between; at last {problem}"
+                        f"{self._what}: a worker died {MAX_DEATHS} times and returned no group in "
+                        f"between; at last {problem}"
                     )
         except Exception as error:  # whatever keeps a process from starting
             self._ready.set_exception(error)
@@ -293,7 +367,8 @@ class Worker:
             while not problem:
                 message, content = await receive(reader)
                 self._num_silent = 0
-                self._take_message(message, content)
+                if message.get("group") in self.groups:  # else it is alive, or that was cancelled
+                    self.groups[message["group"]].put_nowait((message, content))
         except TimeoutError:
             process.kill()
             problem = f"not loaded within {self._load_s:g} s; raise generation_timeout"
@@ -315,19 +390,15 @@ class Worker:
         end = f"the worker process {process.pid} ended with status {status}"
         if not self._ready.done():
             where = f"python={self._python!r}" if self._python else "a worker"
-            raise InvalidEnvironmentError(
-                f"environment {self._names!r}, in {where}: "
-                f"{problem or f'{end}; see its output above'}"
-            )
+            problem = problem or f"{end}; see its output above"
+            raise InvalidEnvironmentError(f"{self._what}, in {where}: {problem}")
         return problem or end
 
-    async def run_group(
-        self, request: GroupRequest, message: dict[str, Any], task: bytes
-    ) -> list[Rollout]:
+    async def run_group(self, env: int, request: GroupRequest, task: bytes) -> list[Rollout]:
         """Run one group.
 
         Args:
-            message: the environment's number and the request's fields.
+            env: number of the environment.
             task: pickled; b"" if the worker has the examples.
 
         Raises:
@@ -336,58 +407,57 @@ class Worker:
             InvalidEnvironmentError: a new process could not make the environments.
         """
         number = next(self._numbers)
-        group = _Group(request, asyncio.get_running_loop().create_future())
-        self.groups[number] = group
+        said = self.groups[number] = asyncio.Queue[Any]()
+        ended: dict[int, asyncio.Queue[bool]] = {}  # of rollouts that have a place
+        holding = []
         try:
             await asyncio.shield(self._ready)
-            self._send({"group": number, **message}, task)
-            rollouts = await group.result
-            self._num_deaths = 0
-            return rollouts
+            sent = {name: getattr(request, name) for name in _OF_REQUEST}
+            self._send({"group": number, "env": env, "request": sent}, task)
+            while True:
+                what = await said.get()
+                if isinstance(what, Exception):
+                    raise what
+                message, content = what
+                if "rollouts" in message:
+                    self._num_deaths = 0
+                    return unpack_group(message, content)
+                if "problem" in message:
+                    raise WorkerError(message["problem"])
+                rollout = message["rollout"]
+                if message["begins"]:
+                    ended[rollout] = asyncio.Queue()
+                    work = self._hold_place(number, rollout, request, ended[rollout])
+                    holding.append(asyncio.create_task(work))
+                else:
+                    ended[rollout].put_nowait(message["is_lost"])
         except (asyncio.CancelledError, ServerLostError):
             self._send({"group": number, "cancel": True})
             raise
         finally:
             del self.groups[number]
-            for holding in group.tasks:
-                holding.cancel()  # without effect on those of rollouts that have ended
+            for place in holding:
+                place.cancel()  # without effect on those of rollouts that have ended
 
-    async def _hold_place(self, number: int, rollout: int) -> None:
+    async def _hold_place(
+        self, group: int, rollout: int, request: GroupRequest, ended: asyncio.Queue[bool]
+    ) -> None:
         """Hold the place of a rollout that runs in the worker, until it has ended there."""
-        group = self.groups[number]
-
-        def tell(**what: Any) -> None:
-            self._send({"group": number, "rollout": rollout, **what})
-
+        to = {"group": group, "rollout": rollout}
         try:
-            async with group.request.begin(rollout) as session:
-                tell(server=session.url)
+            async with request.begin(rollout) as session:
+                self._send({**to, "server": session.url})
                 async with session.watching():
-                    session.is_lost = await group.ended[rollout].get()
+                    session.is_lost = await ended.get()
         except SessionLostError:
-            tell(is_lost=True)
+            self._send({**to, "is_lost": True})
         except Exception as error:  # the group cannot go on, whatever it is
-            if not group.result.done():
-                group.result.set_exception(error)
+            if group in self.groups:
+                self.groups[group].put_nowait(error)
 
-    def _send(self, *parts: Any) -> None:
+    def _send(self, message: Mapping[str, Any], content: bytes = b"") -> None:
         if self._outbox is not None:
-            self._outbox.send(*parts)
-
-    def _take_message(self, message: dict[str, Any], content: bytes) -> None:
-        group = self.groups.get(message.get("group", -1))
-        if group is None or group.result.done():
-            return  # it says that it is alive, or its group was cancelled
-        if "rollouts" in message:
-            group.result.set_result(unpack_group(message["rollouts"], content))
-        elif "problem" in message:
-            group.result.set_exception(WorkerError(message["problem"]))
-        elif message["begins"]:
-            group.ended[message["rollout"]] = asyncio.Queue()
-            holding = self._hold_place(message["group"], message["rollout"])
-            group.tasks.append(asyncio.create_task(holding))
-        else:
-            group.ended[message["rollout"]].put_nowait(message["is_lost"])
+            self._outbox.send(message, content)
 
     async def _watch(self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader) -> None:
         """Report a process that is blocked, and end it after `_silent_s`."""
@@ -402,18 +472,28 @@ class Worker:
                 return
             if self.is_blocked and not was_blocked:
                 logger.warning(
-                    "environment %r: worker %d has not answered for %g s; other workers get its "
-                    "new groups. Its output says where its event loop is blocked",
-                    *(self._names, process.pid, BLOCKED_S),
+                    "%s: worker %d has not answered for %g s; other workers get its new groups. "
+                    "Its output says where its event loop is blocked",
+                    *(self._what, process.pid, BLOCKED_S),
                 )
             was_blocked = self.is_blocked
-        logger.warning("environment %r: worker %d is ended", self._names, process.pid)
+        logger.warning("%s: worker %d is ended", self._what, process.pid)
         process.kill()
 
-    async def close(self) -> None:
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.wait([self._running])
+
+# The worker's Python may have packages of its own, and this one not. So it gets the folder of this
+# package alone, not the folder in which the package lies, where all others are.
+_MAIN = """
+import importlib.util, sys
+descriptor, parent, package = sys.argv[1:]
+sys.path[:] = [folder for folder in sys.path if folder]
+spec = importlib.util.spec_from_file_location("verifiers_rl", package)
+sys.modules["verifiers_rl"] = module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+from verifiers_rl.envs.foreign import make_environment
+from verifiers_rl.envs.workers import main
+main(int(descriptor), int(parent), make_environment)
+"""
 
 
 def start_process(
@@ -439,7 +519,7 @@ def start_process(
         file.seek(0)
         words = [str(theirs.fileno()), str(os.getpid()), str(verifiers_rl.__file__)]
         process = subprocess.Popen(
-            [python or sys.executable, "-c", MAIN, *words],
+            [python or sys.executable, "-c", _MAIN, *words],
             pass_fds=[theirs.fileno()],
             stdin=file,
             env=clean_environment() if python else None,
@@ -466,3 +546,163 @@ def wait_for_end(process: subprocess.Popen[bytes]) -> int:
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+
+
+# --- In the worker's process ----------------------------------------------------------------------
+
+
+def main(descriptor: int, parent: int, make_environment: Callable[[Any], Any]) -> None:
+    """Make environments, and run groups until the trainer's process closes the connection. What to
+    make is read from stdin.
+
+    Args:
+        descriptor: of our end of the connection.
+        parent: id of the process that started us.
+        make_environment: makes the `EnvRunner` of a recipe that is not pickled.
+    """
+    parent_of_worker.is_rollout_worker = True
+    parent_of_worker.die_with_parent(parent)  # works even if the environment blocks the event loop
+    # When memory runs out, Linux shall end this process, which is replaced, before the trainer.
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("500")
+    logging.basicConfig(level=logging.WARNING)
+    logging.getLogger("verifiers").setLevel(logging.WARNING)
+    with open(0, "rb", closefd=False) as stream:  # a file from the process that started us
+        setup = json.load(stream)
+    runners: list[Any] = []
+    problem = where = ""
+    try:
+        multiprocessing.spawn.prepare(setup["process"])  # imports the script, if it is named
+        for recipe in setup["recipes"]:
+            logging.disable(logging.WARNING if recipe.get("is_quiet") else logging.NOTSET)
+            # Outside the event loop, because an environment may run its own loop to load its data.
+            where = f"environment {recipe['name']!r}: " if len(setup["recipes"]) > 1 else ""
+            pickled = base64.b64decode(recipe.get("pickled", ""))
+            runners.append(pickle.loads(pickled)() if pickled else make_environment(recipe))
+    except (Exception, SystemExit) as error:  # whatever the environment's own code raises
+        problem = where + describe_error(error)
+    logging.disable(logging.NOTSET)
+    # Ctrl-C may reach us too, but the trainer decides when we end. Set after the environments are
+    # made, because environments set a handler of their own.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.collect()
+    gc.freeze()  # as Orchestrator.start does
+    with socket.socket(fileno=descriptor) as connection:
+        if problem:
+            connection.sendall(b"".join(frame({"problem": problem})))
+        else:
+            asyncio.run(_serve(connection, runners, setup))
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # without what compiled modules print when they are unloaded
+
+
+async def _serve(connection: socket.socket, runners: list[Any], setup: dict[str, Any]) -> None:
+    """Run groups until the connection ends."""
+    reader, writer = await asyncio.open_connection(sock=connection)
+    outbox = Outbox(writer)
+
+    def send(**message: Any) -> None:
+        outbox.send(message)
+
+    try:
+        await asyncio.gather(*(runner.open() for runner in runners))
+    except Exception as error:  # whatever the environment's own code raises
+        writer.writelines(frame({"problem": describe_error(error)}))
+        await writer.drain()
+        return
+    facts = [
+        {
+            "sizes": {split: runner.sizes(split) for split in ("train", "eval")},
+            "description": runner.description,
+        }
+        for runner, recipe in zip(runners, setup["recipes"], strict=True)
+        if "pickled" not in recipe
+    ]
+    send(problem="", facts=facts)
+    running: dict[int, tuple[asyncio.Task[None], _Places]] = {}
+    is_alive = asyncio.create_task(_say_alive(send, setup["alive_s"], setup["blocked_s"]))
+
+    async def run(number: int, runner: Any, request: GroupRequest, task: bytes) -> None:
+        try:
+            if task:
+                group = await runner.run_task(pickle.loads(task), request)
+            else:  # the environment has its examples here
+                group = await runner.run_group(request)
+            packed, content = pack_group(group)
+            outbox.send({"group": number, **packed}, content)
+        except Exception as error:  # sent, so that the trainer does not wait forever
+            send(group=number, problem=describe_error(error))
+        finally:
+            del running[number]
+
+    try:
+        while True:
+            message, content = await receive(reader)
+            number = message.pop("group")
+            if "request" in message:
+                places = _Places(partial(send, group=number))
+                request = GroupRequest(**message["request"], places=places)
+                work = run(number, runners[message["env"]], request, content)
+                running[number] = asyncio.create_task(work), places
+            elif number not in running:
+                pass  # the group has ended
+            elif "cancel" in message:
+                running[number][0].cancel()
+            else:
+                running[number][1].take_message(**message)
+    except (EOFError, OSError):
+        pass  # the trainer has closed its end, or is gone
+    tasks = [is_alive, *(task for task, _ in running.values())]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.gather(*(runner.close() for runner in runners))
+
+
+class _Places:
+    """The `requests.Places` of one group: asks the trainer's process.
+
+    Args:
+        send: sends a message about this group to the trainer's process.
+    """
+
+    def __init__(self, send: Callable[..., None]) -> None:
+        self._send = send
+        self._sessions: dict[int, tuple[RolloutSession, asyncio.Event]] = {}
+
+    @asynccontextmanager
+    async def take(self, request: GroupRequest, number: int) -> AsyncIterator[RolloutSession]:
+        """Wait for a place of this rollout of the group, and hold it."""
+        session = RolloutSession(request.policy_version, None, request.seed, number)
+        self._sessions[number] = session, (has_place := asyncio.Event())
+        self._send(rollout=number, begins=True)
+        await has_place.wait()
+        try:
+            yield session
+        finally:
+            self._send(rollout=number, begins=False, is_lost=session.is_lost)
+
+    def take_message(self, rollout: int, server: str | None = None, is_lost: bool = False) -> None:
+        """Take the server of a rollout that begins, or that its server is lost."""
+        session, has_place = self._sessions[rollout]
+        if is_lost:
+            session.fail()
+        else:
+            session.url = server
+            has_place.set()
+
+
+async def _say_alive(send: Callable[..., None], alive_s: float, blocked_s: float) -> None:
+    """Say every `alive_s` that the event loop runs. If the loop is blocked for `blocked_s`, the
+    stacks of all threads go to stderr, even if the code that blocks holds the GIL.
+    """
+    try:
+        while True:
+            # A little earlier, so that they are there when the trainer's process reports.
+            faulthandler.dump_traceback_later(0.9 * blocked_s)
+            await asyncio.sleep(alive_s)
+            send()
+    finally:
+        faulthandler.cancel_dump_traceback_later()

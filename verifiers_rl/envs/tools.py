@@ -1,4 +1,4 @@
-"""Tools that our chat calls in this process, in place of MCP servers in processes of their own.
+"""The tools of a rollout in our chat: called in this process, or over MCP.
 
 verifiers starts a server process for each toolset of a taskset, and one in each rollout for each
 toolset of a task. It starts none for a toolset whose config has a `url`: that one is served
@@ -16,17 +16,21 @@ machine, if its class has a `register`, `run` or `_serve` of its own, or if a to
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import functools
 import inspect
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import verifiers.v1 as vf
 from verifiers.v1.errors import HarnessError, ToolsetError
 
+CONNECT_S = 60.0  # deadline of connecting to all tool servers of a rollout
 _calling_trace: ContextVar[Any] = ContextVar("calling_trace")  # of the rollout that calls a tool
 
 
@@ -155,38 +159,102 @@ def _with_local_url(toolset: Any) -> Any:
     return seen
 
 
-class LocalTools:
-    """Has the tools of an environment called in this process.
+def with_local_urls(owner: Any) -> Any:
+    """Return a copy of a task or a taskset whose toolsets have `LocalUrl`s."""
+    seen = copy.copy(owner)
+    # Hides the class's.
+    seen.toolsets = lambda config: [*map(_with_local_url, owner.toolsets(config))]
+    return seen
 
-    Args:
-        env: gets a taskset whose `toolsets` returns toolsets with `LocalUrl`s.
-        has_tools_here: all its agents play in our chat on this machine; else nothing is done.
+
+@asynccontextmanager
+async def open_shared(taskset: Any) -> AsyncIterator[None]:
+    """Hold the toolsets of a taskset that rollouts share and that have `LocalUrl`s."""
+    toolsets = taskset.toolsets(taskset.config)
+    urls = [url for toolset in toolsets if isinstance(url := toolset.config.url, LocalUrl)]
+    if urls:
+        taskset.toolsets = lambda config: toolsets  # rollouts find the tools in their urls
+    async with AsyncExitStack() as stack:
+        for url in urls:
+            url.shared = await stack.enter_async_context(open_tools(url.toolset))
+        yield
+
+
+# --- For the chat ---------------------------------------------------------------------------------
+
+
+def arguments_of(function: dict[str, Any]) -> Any:
+    """Return the arguments of a call as JSON; the text itself if it is none."""
+    try:
+        return json.loads(function["arguments"] or "{}")
+    except json.JSONDecodeError:
+        return function["arguments"]
+
+
+class Tools:
+    """The tools of a rollout, with names `<server>_<tool>`. Tools of a server without a name keep
+    their names. A server is one of MCP, or a `LocalServer`.
     """
 
-    def __init__(self, env: vf.Env, has_tools_here: bool) -> None:
-        self._has_tools_here, self._shared = has_tools_here, list[Any]()
-        if has_tools_here:
-            given = env.taskset.toolsets(env.taskset.config)
-            self._shared = [_with_local_url(one) for one in given]
-        if self._shared:
-            taskset: Any = copy.copy(env.taskset)
-            taskset.toolsets = lambda config: self._shared  # hides the class's
-            env.taskset = taskset
+    def __init__(self, timeout_s: float, trace: Any) -> None:
+        self.schemas: list[dict[str, Any]] = []
+        self._timeout_s = timeout_s
+        self._trace = trace
+        # Each takes the arguments and returns mcp's result.
+        self._calls: dict[str, Callable[[dict[str, Any]], Awaitable[Any]]] = {}
 
-    def of_task(self, task: vf.Task) -> vf.Task:
-        """Return the task with toolsets that have `LocalUrl`s."""
-        if not self._has_tools_here:
-            return task
-        seen: Any = copy.copy(task)
-        # Hides the class's.
-        seen.toolsets = lambda config: [_with_local_url(one) for one in task.toolsets(config)]
-        return seen
+    async def connect_all(self, stack: AsyncExitStack, servers: dict[str, Any]) -> None:
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                for server, where in servers.items():
+                    if isinstance(where, LocalServer):
+                        tools, call = await where.list_tools(), partial(where.call, self._trace)
+                    else:
+                        client = await self._connect(stack, where)
+                        tools, call = (await client.list_tools()).tools, client.call_tool
+                    for tool in tools:
+                        self._add(server, tool, partial(call, tool.name))
+        except TimeoutError as error:
+            raise HarnessError(
+                f"the tool servers {list(servers)} did not answer within {CONNECT_S:g} s"
+            ) from error
 
-    @asynccontextmanager
-    async def open(self) -> AsyncIterator[None]:
-        """Hold the toolsets that rollouts share."""
-        async with AsyncExitStack() as stack:
-            for toolset in self._shared:
-                if isinstance(url := toolset.config.url, LocalUrl):
-                    url.shared = await stack.enter_async_context(open_tools(url.toolset))
-            yield
+    async def _connect(self, stack: AsyncExitStack, url: str) -> Any:
+        import httpx2
+        from mcp import Client
+        from mcp.client.streamable_http import streamable_http_client
+
+        # As mcp makes it, but without reading the TLS certificates where none are needed, which
+        # took half of a rollout's time. The harness's own deadline is earlier than this one.
+        timeout = httpx2.Timeout(30.0, read=self._timeout_s + 30.0)
+        is_tls = url.startswith("https:")
+        made = httpx2.AsyncClient(verify=is_tls, timeout=timeout, follow_redirects=True)
+        http = await stack.enter_async_context(made)
+        transport = streamable_http_client(url, http_client=http)
+        return await stack.enter_async_context(Client(transport, mode="legacy"))
+
+    def _add(self, server: str, tool: Any, call: Any) -> None:
+        name = f"{server}_{tool.name}" if server else tool.name
+        if name in self._calls:
+            raise ValueError(f"two tools are named {name!r}")
+        self._calls[name] = call
+        # This is the name in MCP. The attribute's name depends on the version of `mcp`.
+        parameters = tool.model_dump(by_alias=True)["inputSchema"]
+        function = {"name": name, "description": tool.description or "", "parameters": parameters}
+        self.schemas.append({"type": "function", "function": function})
+
+    async def call(self, function: dict[str, Any]) -> str:
+        """Call a tool. Return its result, or what is wrong with the call; the model reads both."""
+        name, arguments = function["name"], arguments_of(function)
+        if name not in self._calls:
+            return f"error: there is no tool {name!r}"
+        if not isinstance(arguments, dict):
+            return f"error: the arguments must be a JSON object, not {arguments!r}"
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                content = (await self._calls[name](arguments)).content
+        except TimeoutError as error:
+            raise HarnessError(
+                f"the tool {name!r} did not answer within {self._timeout_s:g} s (tool_timeout)"
+            ) from error
+        return "\n".join(block.text if block.type == "text" else str(block) for block in content)

@@ -10,7 +10,7 @@ import verifiers.v1 as vf
 from tests import test_environments_v1 as v1
 from tests.test_environments_v1 import check_tokens, load, play
 from verifiers_rl.envs.base import InvalidEnvironmentError
-from verifiers_rl.envs.local_tools import LocalServer, LocalUrl, runs_here
+from verifiers_rl.envs.tools import LocalServer, LocalUrl, runs_here
 
 tokenizer, on_the_path = v1.tokenizer, v1.on_the_path  # fixtures
 ROOM = {"max_tokens": 200, "max_seq_len": 2000}
