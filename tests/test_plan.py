@@ -162,7 +162,7 @@ def test_a_teachers_server_holds_the_longest_sample_and_the_trainer_hears_where_
     assert "--max-model-len 900" in flags_of(config, "teacher-own")
     env = plan.trainer_env({"teacher-big": ("::1", 5), "teacher-own": ("a", 6)})
     assert json.loads(env[SERVERS_VARIABLE]) == {"teacher-big": "[::1]:5", "teacher-own": "a:6"}
-    config.teachers = [teacher(0, "big", 4, tensor_parallel_size=3)]
+    config = make_config(teachers=[teacher("big", 4, tensor_parallel_size=3)])
     with pytest.raises(TomlError, match=r"product must be teacher\.0\.gpus=4"):
         plan_servers(config)
 

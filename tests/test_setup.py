@@ -149,8 +149,9 @@ def test_the_script_of_a_workspace_is_the_run_of_its_toml(make_workspace, monkey
     runpy.run_path(str(folder / "train.py"), run_name="__main__")
     assert calls == ["train"] and made["model"] == str(folder / "outputs" / "warm_start")
     assert (made["args"].max_steps, made["args"].learning_rate) == (100, 3e-4)
-    assert made["args"].use_cpu is True and made["env"].taskset.config.instruction == ""
-    assert next(iter(made["env"].eval_taskset)).data.prompt.isalpha()
+    (one,) = made["env"]
+    assert made["args"].use_cpu is True and one.env.taskset.config.instruction == ""
+    assert next(iter(one.env.eval_taskset)).data.prompt.isalpha()
     monkeypatch.setattr(sys, "argv", ["train.py", str(folder / "rl_gpu.toml")])
     monkeypatch.setattr(verifiers_rl, "RLConfig", lambda **options: options, raising=False)
     runpy.run_path(str(folder / "train.py"), run_name="__main__")

@@ -269,7 +269,7 @@ class TrainerTable(Table):
 
     gpus: NotNegativeInt = 1
     class_: Annotated[str, must("be of the form module:name", names_user_code)] = Field(
-        "", alias="class"
+        default="", alias="class"
     )
     args: dict[str, Any] = {}
 

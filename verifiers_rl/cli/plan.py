@@ -105,8 +105,10 @@ def plan_servers(config: RunConfig) -> list[ServerPlan]:
             name, what = "inference", "the server"
             if count > 1:
                 name, what = f"inference-{number}", f"server {number}"
-            at, args, port = ("inference",), policy_flags(config), first + number
-            plans.append(ServerPlan(name, what, at, config.model, args, gpus, host, port, env))
+            args, port = policy_flags(config), first + number
+            plans.append(
+                ServerPlan(name, what, ("inference",), config.model, args, gpus, host, port, env)
+            )
     for number, table in enumerate(config.teachers):
         if not table.base_url:
             # The longest sample, and one token that vLLM always generates.

@@ -302,7 +302,9 @@ def write_code(config: RunConfig, output_dir: str, folder: Path) -> None:
         TomlError: they are too large.
     """
     # The run's own TOMLs travel as the resolved one, which has no secrets.
-    own = {path.resolve() for path in map(Path, (*config.env_files, *config.layers.files))}
+    own = {
+        path.resolve() for path in map(Path, (*config.env_files, *map(str, config.layers.files)))
+    }
 
     num_bytes = 0
 

@@ -170,10 +170,12 @@ def _endpoint(options: argparse.Namespace, args: Any) -> Endpoint:
     """
     if options.endpoint is not None:
         os.environ[KEY_VARIABLE] = "none"  # verifiers sends some key
-        return Endpoint(*options.endpoint, options.api_key_var or KEY_VARIABLE)
+        url, model = options.endpoint
+        return Endpoint(url, model, options.api_key_var or KEY_VARIABLE)
     if len(args.vllm_servers or ()) > 1:
         print(f"vf-rl generate: of vllm_servers, only {args.vllm_servers[0]} answers")
-    client = InferenceClient(*args.servers()[0], args.vllm_server_timeout)
+    host, port = args.servers()[0]
+    client = InferenceClient(host, port, args.vllm_server_timeout)
     client.wait_until_ready()
     os.environ[KEY_VARIABLE] = generation_key(client.base_url)
     return Endpoint(f"{client.base_url}/v1", client.served_model_name, is_vllm=True)
