@@ -18,7 +18,7 @@ from datasets import Dataset
 from verifiers_rl.data import describe_error
 from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
 from verifiers_rl.envs.classic import ClassicEnvironment, samples_from_trajectory
-from verifiers_rl.envs.foreign import make_environment
+from verifiers_rl.envs.made_there import make_environment
 from verifiers_rl.inference.packed_tokens import pack_sampled, unpack_ids
 from verifiers_rl.requests import GroupRequest, Places
 

@@ -3,7 +3,7 @@ environment finds the older verifiers that it needs, and others find packages th
 
 trainer's process                                rollout worker, in the other Python
 check_python ── are the packages there? ───►
-ForeignEnvironment ── its table, as JSON ──►     make_environment, with its examples
+ForeignEnvironment ── its table, as JSON ──►     made_there.make_environment, with its examples
                    ◄── how many, ... ──────
                    ── request ─────────────►     rollouts, as in any worker
 
@@ -12,26 +12,16 @@ The other Python needs neither this package, which comes from the trainer's, nor
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
 import shutil
 import subprocess
 import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from verifiers_rl.envs.base import (
-    HOW_TO_MAKE_PYTHON,
-    InvalidEnvironmentError,
-    RunnerOptions,
-    add_folders,
-)
+from verifiers_rl.envs.base import HOW_TO_MAKE_PYTHON, InvalidEnvironmentError, RunnerOptions
 from verifiers_rl.envs.workers import Worker, clean_environment
 from verifiers_rl.process.loop_thread import LoopThread
 from verifiers_rl.types import Split
@@ -123,35 +113,3 @@ class ForeignEnvironment:
 
     async def task(self, split: Split, index: int) -> None:
         """The workers have the examples."""
-
-
-def make_environment(recipe: Mapping[str, Any]) -> Any:
-    """Make the `EnvRunner` of a `ForeignEnvironment`'s recipe, with its examples, in a worker. It
-    is a classic one if the verifiers of this Python has those.
-
-    Raises:
-        InvalidEnvironmentError: it cannot be made here.
-        Exception: whatever the loading of a classic one raises.
-    """
-    options, table = RunnerOptions(**recipe["options"]), recipe["table"]
-    if options.tokenizer:
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no torch
-        from transformers import AutoTokenizer
-
-        options = replace(options, tokenizer=AutoTokenizer.from_pretrained(options.tokenizer))
-    folders = [*map(Path, recipe["folders"])]
-    if find_spec("verifiers.legacy") is None:
-        from verifiers_rl.envs.v1 import V1Environment
-        from verifiers_rl.envs.v1_loading import load_v1_environment
-
-        return V1Environment(load_v1_environment(table, *folders), options)
-    if "taskset" in table:
-        raise InvalidEnvironmentError(
-            f"a taskset needs verifiers 0.4 or later, and this Python has {version('verifiers')}"
-        )
-    from verifiers_rl.envs.classic import ClassicEnvironment
-
-    add_folders(*folders)
-    verifiers: Any = importlib.import_module("verifiers")
-    env = verifiers.load_environment(table["id"].split("@", 1)[0], **table.get("args", {}))
-    return ClassicEnvironment(env, options)

@@ -121,7 +121,7 @@ class V1Environment:
         self.env = with_local_chat(environment_of(given) if given is self.taskset else given)
         in_process = self.options.tools_in_process and plays_in_our_chat_here(self.env)
         self._has_tools_here = in_process
-        if in_process:
+        if in_process and self.taskset.toolsets(self.taskset.config):
             self.env.taskset = with_local_urls(self.env.taskset)
         check_tool_servers(self.env, in_process)
         raise_open_files(FILES_OF_ROLLOUT * self.options.max_concurrent)

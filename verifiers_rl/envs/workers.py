@@ -490,7 +490,7 @@ sys.path[:] = [folder for folder in sys.path if folder]
 spec = importlib.util.spec_from_file_location("verifiers_rl", package)
 sys.modules["verifiers_rl"] = module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
-from verifiers_rl.envs.foreign import make_environment
+from verifiers_rl.envs.made_there import make_environment
 from verifiers_rl.envs.workers import main
 main(int(descriptor), int(parent), make_environment)
 """
