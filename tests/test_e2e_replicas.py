@@ -103,7 +103,7 @@ def test_a_run_outlives_two_servers_and_a_worker_and_uses_a_server_that_comes_ba
     due = set()
 
     def num_serving():
-        return sum(replica.is_serving for replica in pool.replicas)
+        return sum(replica.policy_version is not None for replica in pool.replicas)
 
     def happen():
         """What happens between the steps."""
