@@ -443,16 +443,18 @@ def test_the_deadline_counts_from_the_last_rollout_that_has_ended(make_orchestra
     monkeypatch.setattr("verifiers_rl.process.waiting.LOOK_S", 0.05)
 
     class Uneven(StubRunner):
-        """Its first group ends after 0.3 s and the second one never."""
+        """Its rollouts end after 0.3 s, and so does the first group, but the second one never."""
 
         async def run_group(self, request):
-            self.delay_s = 60 if self.seen else 0.3
-            return await super().run_group(request)
+            is_first = not self.seen
+            group = await super().run_group(request)
+            await asyncio.sleep(0 if is_first else 60)
+            return group
 
-    orchestrator = make_orchestrator(Uneven(), generation_timeout=0.1)
+    orchestrator = make_orchestrator(Uneven(delay_s=0.3), generation_timeout=0.1)
     orchestrator.submit(0, "policy", 0)
     start = time.monotonic()
-    with pytest.raises(TimeoutError, match="4 of 8 are done"):
+    with pytest.raises(TimeoutError, match="8 of 8 are done"):
         orchestrator.get()
     assert 0.7 <= time.monotonic() - start < 10
 

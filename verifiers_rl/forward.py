@@ -377,7 +377,10 @@ def check_head(model: nn.Module, base: nn.Module) -> None:
         expected = model(input_ids=ids, use_cache=False).logits[0]
         with hidden_states_in_place_of_logits(base) as to_logits:
             given = to_logits(model(input_ids=ids, use_cache=False).logits[0])
-    if given.shape != expected.shape or not _difference(given, expected) < tolerance:
+    # Weights that are NaN say nothing of the head; the comparison with the server finds them.
+    is_nan = bool(expected.isnan().any())
+    is_alike = given.shape == expected.shape and _difference(given, expected) < tolerance
+    if not (is_alike or is_nan):
         raise ConfigError(
             f"model: the logits of {type(base).__name__} are not those of its head on its last "
             "hidden states, and only such models can be trained here; take another, or add what "
