@@ -1,6 +1,7 @@
 """The HTTP client of rollouts, against a real HTTP server on loopback."""
 
 import asyncio
+from functools import partial
 
 import httpx
 import openai
@@ -86,7 +87,7 @@ def test_an_error_of_the_server_is_tried_once_more():
 
     async def handler(request):
         tries.append(request)
-        return web.json_response(REPLY, status=503 if len(tries) == 1 else 200)
+        return web.json_response(REPLY, status=500 if len(tries) == 1 else 200)
 
     assert post(handler).json() == REPLY
     assert len(tries) == 2
@@ -96,6 +97,27 @@ def test_an_error_of_the_server_is_tried_once_more():
 
     with pytest.raises(openai.InternalServerError, match="no memory"):
         post(failing)
+
+
+@pytest.mark.parametrize("status", [429, 502, 503])
+def test_a_busy_server_is_asked_again_until_the_deadline(status, monkeypatch):
+    monkeypatch.setattr(asyncio, "sleep", partial(short_sleep, asyncio.sleep))
+    statuses = [status, status, status, 200]
+
+    async def handler(request):
+        return web.json_response(REPLY, status=statuses.pop(0))
+
+    assert post(handler).json() == REPLY and not statuses
+
+    async def busy(request):
+        return web.json_response({"error": {"message": "busy"}}, status=status)
+
+    with pytest.raises(openai.APIStatusError, match="busy"):
+        post(busy, timeout_s=0.6)
+
+
+async def short_sleep(sleep, seconds):
+    await sleep(seconds / 50)
 
 
 def test_a_connection_that_is_lost_again_is_an_error():

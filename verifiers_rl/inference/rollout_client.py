@@ -4,6 +4,7 @@ sampled their tokens.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,8 @@ from verifiers_rl.inference.packed_tokens import (
 )
 from verifiers_rl.inference.session import RolloutSession, SessionLostError
 
+BUSY = (429, 502, 503, 504)  # the server, or a proxy before it, cannot answer now
+LONGEST_PAUSE_S = 30.0  # between two attempts then
 CONNECT_S = 60.0  # deadline of a connection
 # A request ends so long after the deadline of its rollout, which comes first. It may be in another
 # task: verifiers' endpoint sends it for a program.
@@ -142,24 +145,31 @@ class ServerClient(AsyncOpenAI):
         return response
 
     async def _ask(self, url: str, data: str, headers: dict[str, str]) -> httpx.Response:
-        """Send a request and return the reply. After a lost connection or a status of 500 or more,
-        send it once again.
+        """Send a request and return the reply. After a lost connection or a status of 500, send it
+        once again; while the server or a proxy says that it is busy, again and again.
         """
-        try:
-            response = await self._send(url, data, headers)
-        except aiohttp.ClientError as error:
-            if isinstance(error, TimeoutError):
-                raise
-        else:
-            if not response.is_server_error:
-                return response
-        return await self._send(url, data, headers)
+        loop, left_s = asyncio.get_running_loop(), self._rollout.left_s
+        deadline = loop.time() + (self._timeout_s if left_s is None else left_s + BEHIND_S)
+        pause_s, has_failed = 0.5, False
+        while True:
+            try:
+                response = await self._send(url, data, headers, max(deadline - loop.time(), 1e-3))
+                if response.status_code in BUSY and loop.time() + pause_s < deadline:
+                    await asyncio.sleep(pause_s)  # there is nothing to await
+                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                    continue
+                if has_failed or response.status_code != 500:
+                    return response
+            except aiohttp.ClientError as error:
+                if has_failed or isinstance(error, TimeoutError):
+                    raise
+            has_failed = True
 
-    async def _send(self, url: str, data: str, headers: dict[str, str]) -> httpx.Response:
+    async def _send(
+        self, url: str, data: str, headers: dict[str, str], timeout_s: float
+    ) -> httpx.Response:
         """Send a request once. Returns the reply with the header that speaks of its tokens."""
-        left_s = self._rollout.left_s
-        total_s = self._timeout_s if left_s is None else left_s + BEHIND_S
-        timeout = aiohttp.ClientTimeout(total_s, sock_connect=CONNECT_S)
+        timeout = aiohttp.ClientTimeout(timeout_s, sock_connect=CONNECT_S)
         async with (
             self._rollout.watching(),
             self._session.post(url, data=data, headers=headers, timeout=timeout) as reply,
