@@ -251,7 +251,7 @@ def test_a_bad_flag_of_vllm_and_a_taken_port_are_one_line(vf_vllm, model_folder)
     assert (bad.returncode, taken.returncode) == (2, 1)
     line = "vf-vllm: error: --max-modle-len: no such flag; did you mean --max-model-len?"
     assert said[0][-1] == line and not any("usage:" in line for line in said[0])
-    message = f"vf-vllm: cannot listen on 127.0.0.1:{port}: process {os.getpid()}, a vf-rl or "
+    message = f"vf-vllm: cannot listen on 127.0.0.1:{port}: another vf-rl or vf-vllm has reserved"
     assert said[1][-1].startswith(message)
 
 
@@ -338,7 +338,7 @@ def test_a_port_in_use_is_one_clear_error(write_toml, run_here, how):
         )
         done = run_here("rl", "@", toml)  # "e" is no environment: the port comes first
     assert done.returncode == 1
-    reason = "Address already in use" if how == "listens" else f"process {os.getpid()}, a vf-rl"
+    reason = "Address already in use" if how == "listens" else "another vf-rl or vf-vllm has"
     assert f"cannot listen on 127.0.0.1:{port}: {reason}" in done.stderr
     assert "vllm_server_port" in done.stderr and "Traceback" not in done.stderr
 

@@ -13,7 +13,6 @@ from pydantic import ValidationError
 
 from tests.helpers import StubRunner, load_example, make_request, make_samples
 from verifiers_rl import RLConfig, WeightedEnv
-from verifiers_rl.data import GroupFilter
 from verifiers_rl.distill import Distillation, Teacher, TeacherError
 from verifiers_rl.distill.scoring import teacher_advantages
 from verifiers_rl.distill.teacher import TeacherClient, check_vocabulary
@@ -316,9 +315,7 @@ def test_a_teacher_beside_rewards_adds_to_their_advantages(make_orchestrator):
 
 def test_groups_of_one_reward_are_learned_from_if_they_have_a_teacher(make_orchestrator):
     same = NamedRunner("taught", outcome=lambda index, i: 1.0)
-    batch, _ = generate(
-        make_orchestrator, "opd", same, group_filter=GroupFilter(min_reward_variance=1e-6)
-    )
+    batch, _ = generate(make_orchestrator, "opd", same, group_filter={"min_reward_variance": 1e-6})
     assert len(batch.rollouts) == 8 and batch.metrics["filtered_share"] == 0
     assert batch.sizes.has_advantage.all()
 

@@ -421,7 +421,7 @@ def test_stop_tells_of_an_environment_that_blocks_the_loop(make_orchestrator, mo
 
 def test_rollouts_of_which_none_ends_any_more_are_an_error(make_orchestrator, monkeypatch):
     monkeypatch.setattr("verifiers_rl.orchestrator.GRACE_S", 0.1)
-    monkeypatch.setattr("verifiers_rl.process.waiting.LOOK_S", 0.05)
+    monkeypatch.setattr("verifiers_rl.process.waiting.POLL_S", 0.05)
     runner = StubRunner(delay_s=60)
     orchestrator = make_orchestrator(runner, generation_timeout=0.1)
     orchestrator.submit(0, "policy", 0)
@@ -440,7 +440,7 @@ def test_rollouts_of_which_none_ends_any_more_are_an_error(make_orchestrator, mo
 
 def test_the_deadline_counts_from_the_last_rollout_that_has_ended(make_orchestrator, monkeypatch):
     monkeypatch.setattr("verifiers_rl.orchestrator.GRACE_S", 0.1)
-    monkeypatch.setattr("verifiers_rl.process.waiting.LOOK_S", 0.05)
+    monkeypatch.setattr("verifiers_rl.process.waiting.POLL_S", 0.05)
 
     class Uneven(StubRunner):
         """Its rollouts end after 0.3 s, and so does the first group, but the second one never."""

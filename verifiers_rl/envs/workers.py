@@ -409,7 +409,7 @@ class Worker:
         number = next(self._numbers)
         said = self.groups[number] = asyncio.Queue[Any]()
         ended: dict[int, asyncio.Queue[bool]] = {}  # of rollouts that have a place
-        holding = []
+        holding = list[asyncio.Task[None]]()
         try:
             await asyncio.shield(self._ready)
             sent = {name: getattr(request, name) for name in _OF_REQUEST}
@@ -421,6 +421,7 @@ class Worker:
                 message, content = what
                 if "rollouts" in message:
                     self._num_deaths = 0
+                    await asyncio.gather(*holding)  # each hears that its rollout has ended
                     return unpack_group(message, content)
                 if "problem" in message:
                     raise WorkerError(message["problem"])
@@ -437,7 +438,7 @@ class Worker:
         finally:
             del self.groups[number]
             for place in holding:
-                place.cancel()  # without effect on those of rollouts that have ended
+                place.cancel()
 
     async def _hold_place(
         self, group: int, rollout: int, request: GroupRequest, ended: asyncio.Queue[bool]
@@ -678,8 +679,8 @@ class _Places:
         session = RolloutSession(request.policy_version, None, request.seed, number)
         self._sessions[number] = session, (has_place := asyncio.Event())
         self._send(rollout=number, begins=True)
-        await has_place.wait()
         try:
+            await has_place.wait()
             yield session
         finally:
             self._send(rollout=number, begins=False, is_lost=session.is_lost)
