@@ -585,11 +585,11 @@ def test_gepa_optimises_a_prompt_against_the_server(server, v1_path, tmp_path):
 def test_a_long_system_prompt_of_the_template_takes_no_room(server, tokenizer):
     """vLLM renders the messages beside the tokens; what a template adds to them does not count."""
     body = {"model": model_name(server), "messages": [{"role": "user", "content": "x" * 500}]}
-    body |= {"max_tokens": 30, "return_token_ids": True, "tokens": [5] * 360}
+    body |= {"max_tokens": 30, "tokens": pack_ids([5] * 360)}
     status, reply = post(server, body)
     assert status == 200, reply
     assert reply["usage"]["prompt_tokens"] == 360
     assert reply["usage"]["completion_tokens"] <= 30
     # Nor does the room that the messages would have had: the context ends where it ends.
-    status, reply = post(server, body | {"tokens": [5] * 390, "ignore_eos": True})
+    status, reply = post(server, body | {"tokens": pack_ids([5] * 390), "ignore_eos": True})
     assert status == 200 and reply["usage"]["completion_tokens"] == 10

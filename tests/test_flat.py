@@ -170,7 +170,7 @@ def test_both_layouts_mean_the_same(read):
     shown = {line.split(" = ")[0] for line in FLAT.splitlines() if " = " in line}
     moved = {key.rpartition(".")[2] for key in flat.MOVED} - {"rank", "alpha"}
     assert moved <= shown
-    assert {env.name for env in flat_one.envs} == {"alphabet-sort", "number_guess"}
+    assert {env.own_name for env in flat_one.envs} == {"alphabet-sort", "number_guess"}
 
 
 def test_the_two_files_of_the_page_mean_the_same(read, tmp_path):
@@ -226,7 +226,7 @@ def test_what_a_table_leaves_out(read, text, options):
 def test_environments_of_evaluations_have_limits_of_their_own(read):
     envs = '[[env]]\nid = "a"\n[eval]\n{}[[eval.env]]\nid = "b"\n[[eval.env]]\nid = "c"\n'
     config = read('model = "m"\n' + envs.format("num_examples = 20\n") + "num_examples = 30\n")
-    limits = [(env.name, env.only, env.eval_examples) for env in config.envs]
+    limits = [(env.own_name, env.only, env.eval_examples) for env in config.envs]
     assert limits == [("a", "train", None), ("b", "eval", 20), ("c", "eval", 30)]
     assert config.trainer.args["eval_examples"] == 30
     config = read('model = "m"\n' + envs.format("") + "num_examples = 9\n")

@@ -18,7 +18,8 @@ python = "venv/bin/python"       # the Python of its rollout workers; relative t
 
                                  # or several: [[env]], each one of these; they have, and one
                                  # [env] may have,
-                                 # name = "..."  prefix of its metrics, by default its id
+                                 # name = "..."  prefix of its metrics, by default its id,
+                                 #   and "env" of one [env]
                                  # weight = 1    its share of the groups
                                  # sampling = {max_tokens = 64}  in place of [trainer.args]'s
                                  # only = "eval"  for evaluations only, or "train"
@@ -210,8 +211,12 @@ class EnvTable(Table):
             self.id = own
         if not self.id:
             raise ValueError("id is missing; set it to a string")
-        self.name = self.name or self.id.rsplit("/", 1)[-1].split("@", 1)[0]
         return self
+
+    @property
+    def own_name(self) -> str:
+        """Its name, or what its id names."""
+        return self.name or self.id.rsplit("/", 1)[-1].split("@", 1)[0]
 
     @property
     def learns(self) -> bool:
@@ -487,8 +492,8 @@ class RunConfig(TrainConfig):
         for number, env in enumerate(self.envs):
             for other in self.envs[:number]:
                 are_apart = {env.only, other.only} == {"train", "eval"}
-                if env.name == other.name and not are_apart:
-                    problem = f"two [[env]] are named {env.name!r}; give one another name"
+                if env.own_name == other.own_name and not are_apart:
+                    problem = f"two [[env]] are named {env.own_name!r}; give one another name"
                     raise wrong(problem, "env", str(number))
         if self.trainer.args.get("vllm_servers"):
             idle = "[inference]" if "inference" in self.model_fields_set else ""
@@ -516,7 +521,10 @@ class RunConfig(TrainConfig):
         return self.trainer.gpus * (self.cluster.trainer_nodes or 1)
 
     def make_trainer(self, args: Any) -> Any:
-        return self.trainer_class()(self.model, self.load_envs(), args)
+        envs = self.load_envs()
+        if len(envs) == 1 and not self.envs[0].name:
+            envs[0].name = "env"  # as in a script
+        return self.trainer_class()(self.model, envs, args)
 
     def load_envs(self, with_teachers: bool = True) -> list[Any]:
         """Return the `WeightedEnv` of each environment, as `RLTrainer(env=...)` takes them. The
@@ -544,7 +552,7 @@ class RunConfig(TrainConfig):
                 raise InvalidEnvironmentError(str(where)) from error
             loaded.append(
                 WeightedEnv(
-                    env, table.name, table.weight, table.sampling, table.only,
+                    env, table.own_name, table.weight, table.sampling, table.only,
                     table.eval_examples, scorers.get(number), table.python, self.folders,
                 )
             )  # fmt: skip
