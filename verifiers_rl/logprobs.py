@@ -115,9 +115,9 @@ def token_logprobs_and_entropy(
 
 
 class _FrozenHead(torch.autograd.Function):
-    """Logprobs, and entropy without gradient, for a head without trained weights. Each logprob
-    depends on one hidden state only, so forward computes its gradient with respect to that state,
-    except for a factor. Backward recomputes no logits.
+    """Logprobs and entropy for a head without trained weights. Each value depends on one hidden
+    state only, so forward computes its gradient with respect to that state, except for a factor.
+    Backward recomputes no logits.
     """
 
     @staticmethod
@@ -132,29 +132,38 @@ class _FrozenHead(torch.autograd.Function):
         allowed: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         results = []
+        # A pass for each output that has a gradient: only one backward follows each call of the
+        # head, as the hooks of ZeRO-3 expect, and the memory of a pass is free for the next one.
+        modes: list[Entropy] = [entropy_mode]
+        if entropy_mode == "gradient":
+            modes = ["none", "gradient"]
         for chunk, chunk_targets, chunk_allowed in _chunks(hidden, targets, allowed, num_chunks):
             chunk = chunk.detach().requires_grad_()
-            with torch.enable_grad():
-                logprobs, entropy = token_logprobs_and_entropy(
-                    head(chunk),
-                    chunk_targets,
-                    temperature,
-                    entropy_mode,
-                    overwrite=True,
-                    allowed=chunk_allowed,
-                )
-                (gradient,) = torch.autograd.grad(logprobs.sum(), chunk)
-            results.append((logprobs.detach(), entropy, gradient))
-        logprobs, entropy, gradient = (torch.cat(parts) for parts in zip(*results, strict=True))
-        ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(entropy)
+            gradients: list[Tensor] = []
+            for number, mode in enumerate(modes):
+                with torch.enable_grad():
+                    outputs = token_logprobs_and_entropy(
+                        head(chunk),
+                        chunk_targets,
+                        temperature,
+                        mode,
+                        overwrite=True,
+                        allowed=chunk_allowed,
+                    )
+                    gradients += torch.autograd.grad(outputs[number].sum(), chunk)
+            results.append((*(output.detach() for output in outputs), *gradients))
+        logprobs, entropy, *gradients = (torch.cat(parts) for parts in zip(*results, strict=True))
+        ctx.save_for_backward(*gradients)
+        if entropy_mode != "gradient":
+            ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        return (grads[0][:, None] * gradient).to(gradient.dtype), *[None] * 6
+        gradients = ctx.saved_tensors  # of the logprobs, and of the entropy if it has one
+        terms = [grad[:, None] * gradient for grad, gradient in zip(grads, gradients, strict=False)]
+        return sum(terms[1:], terms[0]).to(gradients[0].dtype), *[None] * 6
 
 
 def chunked_logprobs_and_entropy(
@@ -169,8 +178,8 @@ def chunked_logprobs_and_entropy(
     allowed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Like `token_logprobs_and_entropy`, from hidden states, `chunk_size` tokens at a time.
-    Backward recomputes the logits of every chunk except the last; with a frozen head, and an
-    entropy without gradient, it recomputes none.
+    Backward recomputes the logits of every chunk except the last; with a frozen head it recomputes
+    none.
 
     Args:
         hidden: (N, hidden_size).
@@ -187,8 +196,7 @@ def chunked_logprobs_and_entropy(
         logprobs (N,) and entropy (N,), as from `token_logprobs_and_entropy`.
     """
     num_chunks = max(-(-len(targets) // chunk_size), min_chunks)
-    is_frozen = not head_is_trained and entropy != "gradient"
-    if hidden.requires_grad and torch.is_grad_enabled() and is_frozen:
+    if hidden.requires_grad and torch.is_grad_enabled() and not head_is_trained:
         return _FrozenHead.apply(hidden, head, targets, temperature, num_chunks, entropy, allowed)
 
     def run_chunk(
