@@ -50,6 +50,7 @@ def interrupted_train(tmp_path, monkeypatch, capsys, kept_handlers):
         def load_envs(self):
             if when == "load":
                 interrupt_us()
+            return []
 
         class Trainer:
             def __init__(self, model, env, args):
