@@ -151,7 +151,9 @@ def measure_rounds(modes: dict[str, Callable[[], None]], repeats: int, rows: Row
 
 def complete(client: InferenceClient, body: dict[str, Any]) -> dict[str, Any]:
     url = f"{client.base_url}/v1/completions"
-    reply = httpx.post(url, json=body, timeout=TIMEOUT_S, trust_env=False)
+    reply = httpx.post(
+        url, json=body, headers=client.authorization(), timeout=TIMEOUT_S, trust_env=False
+    )
     if reply.status_code != 200:
         raise RuntimeError(f"{url}: {reply.status_code} {reply.text}")
     return reply.json()

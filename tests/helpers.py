@@ -11,7 +11,7 @@ import random
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import ModuleType
@@ -37,7 +37,7 @@ from verifiers_rl.cli.config import EnvTable
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.requests import GroupRequest, Places
 from verifiers_rl.sync.nccl import ID_BYTES, ID_KEY
-from verifiers_rl.sync.plan import TransferPlan
+from verifiers_rl.sync.plan import DIGEST_BYTES, TransferPlan, digest_of
 from verifiers_rl.sync.sources import Source, buckets_of
 from verifiers_rl.sync.weight_sync import WeightSync, push_to_all
 from verifiers_rl.types import (
@@ -313,6 +313,16 @@ def make_gloo_group(store: Any, rank: int, world_size: int) -> GlooGroup:
     return GlooGroup(torch.distributed.FileStore(path, world_size), rank, world_size)
 
 
+def push_body(weights: bytes, sizes: Sequence[int]) -> bytes:
+    """The body of a push of these weights, in buckets of these sizes."""
+    rest = memoryview(weights)
+    parts: list[bytes] = []
+    for size in sizes:
+        parts += [bytes(rest[:size]), digest_of(rest[:size])]
+        rest = rest[size:]
+    return b"".join(parts)
+
+
 class StubRequest:
     """A `ControlRequest` to a `StubServer`: `work` takes the body and gives the reply."""
 
@@ -351,8 +361,10 @@ class StubServer:
 
     Attributes:
         weights, policy_version: of the last push.
+        hold: the request by which a trainer has it.
         is_up: whether it answers.
-        on_write: called with each bucket, with the event that is set when the push is given up.
+        on_write: called with each bucket and each checksum, with the event that is set when the
+            push is given up.
         on_answer: called when it has all of a push.
     """
 
@@ -371,6 +383,7 @@ class StubServer:
         self.weights: Any = None
         self.policy_version: int | None = None
         self.held: list[str] = []
+        self.hold: Any = None
         self.joined: list[tuple[str, int]] = []
 
     def die(self) -> None:
@@ -401,6 +414,7 @@ class StubServer:
                 self.held.remove(fields["trainer"])
 
         request: Any = StubRequest(self, connect)
+        self.hold = request
         request.close = close
         return request
 
@@ -413,8 +427,10 @@ class StubServer:
             buffer = torch.frombuffer(data, dtype=torch.uint8)
             self.weights = {}
             for bucket in self.plan.buckets:
-                self.weights |= dict(bucket.views(buffer[: bucket.num_bytes]))
-                buffer = buffer[bucket.num_bytes :]
+                packed, buffer = buffer[: bucket.num_bytes], buffer[bucket.num_bytes :]
+                assert digest_of(packed.numpy()) == bytes(buffer[:DIGEST_BYTES].tolist())
+                self.weights |= dict(bucket.views(packed))
+                buffer = buffer[DIGEST_BYTES:]
             self.policy_version = fields["policy_version"]
             return {}
 

@@ -1,6 +1,7 @@
 """The HTTP client of rollouts, against a real HTTP server on loopback."""
 
 import asyncio
+import socket
 from functools import partial
 
 import httpx
@@ -59,6 +60,30 @@ def test_a_request_carries_the_token_and_messages_as_json(monkeypatch):
     [(headers, body)] = seen
     assert headers["Authorization"] == "Bearer secret"
     assert body == {"messages": [{"role": "user", "content": "hello"}]}
+
+
+def test_a_connection_for_rollouts_is_kept_alive_and_found_dead_by_tcp():
+    made = []
+
+    async def handler(request):
+        return web.json_response(REPLY)
+
+    async def run():
+        async with serving(handler) as url:
+            client = ServerClient(f"{url}/v1", 10.0)
+            make = client._session.connector._socket_factory
+            client._session.connector._socket_factory = lambda at: made.append(make(at)) or made[-1]
+            body = {"messages": []}
+            await client.post("/chat/completions", cast_to=httpx.Response, body=body)
+            options = (
+                (socket.SOL_SOCKET, socket.SO_KEEPALIVE),
+                (socket.SOL_TCP, socket.TCP_KEEPIDLE),
+            )
+            found = [made[0].getsockopt(*option) for option in options]
+            await client.close()
+            return found
+
+    assert asyncio.run(run()) == [1, 30]
 
 
 def test_a_refusal_is_an_error_of_openai_with_the_servers_reason():

@@ -62,7 +62,9 @@ async def teaching(change=lambda reply: reply, statuses=(), max_model_len=4096, 
     async def complete(request):
         requests.append((dict(request.headers), await request.json()))
         if left:
-            return web.Response(status=left.pop(0), text="later")
+            if (status := left.pop(0)) is None:  # the answer is lost on its way
+                await asyncio.sleep(60)
+            return web.Response(status=status, text="later")
         return web.json_response(change(answer_to(requests[-1][1]["prompt"])))
 
     app = web.Application()
@@ -106,6 +108,11 @@ def test_a_busy_teacher_is_asked_again(caplog):
     found, requests = ask([5, 3], statuses=(503, 429))
     assert found[1] == logprob_of(5, 3) and len(requests) == 3
     assert caplog.text.count("does not answer (status 503: later); waiting up to 300 s") == 1
+
+
+def test_a_teacher_whose_answer_was_lost_is_asked_again():
+    found, requests = ask([5, 3], statuses=(None,), timeout_s=2.0)
+    assert found[1] == logprob_of(5, 3) and len(requests) == 2
 
 
 def test_a_teacher_that_stays_away_ends_the_run_with_one_line():

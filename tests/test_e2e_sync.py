@@ -48,7 +48,7 @@ from verifiers_rl.sync.weight_sync import WeightSync
 pytestmark = pytest.mark.e2e
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-SMALL_BLOCKS = ("--block-size", "32")
+FLAGS = ("--block-size", "32", "--open")  # small blocks; tests generate without a key
 LORA = ("--enable-lora", "--max-lora-rank", "16")
 PROMPT = [int(i) for i in torch.randint(256, (70,), generator=torch.Generator().manual_seed(1))]
 
@@ -85,7 +85,7 @@ def pytest_generate_tests(metafunc):
 @pytest.fixture(scope="module")
 def full_server(request, models, tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "server.log"
-    with running_server(models[request.param], log, *SMALL_BLOCKS) as server:
+    with running_server(models[request.param], log, *FLAGS) as server:
         yield models[request.param], server
 
 
@@ -93,7 +93,7 @@ def full_server(request, models, tmp_path_factory):
 def lora_server(models, tmp_path_factory):
     """Of the tied model. Adapters of the untied one arrive in several engines, below."""
     log = tmp_path_factory.mktemp("server") / "server.log"
-    with running_server(models[True], log, *SMALL_BLOCKS, *LORA) as server:
+    with running_server(models[True], log, *FLAGS, *LORA) as server:
         yield models[True], server
 
 
@@ -102,7 +102,7 @@ def bfloat16_server(request, models, tmp_path_factory):
     """In two halves, of the untied model for full weights, and of the tied one for adapters."""
     tied, with_lora = request.param
     log = tmp_path_factory.mktemp("server") / "server.log"
-    flags = (*SMALL_BLOCKS, "--tensor-parallel-size", "2", *(LORA if with_lora else ()))
+    flags = (*FLAGS, "--tensor-parallel-size", "2", *(LORA if with_lora else ()))
     with running_server(models[tied], log, *flags, dtype="bfloat16") as server:
         yield models[tied], server, ["adapter"] if with_lora else ["full", "merged"]
 
@@ -240,7 +240,7 @@ def test_weights_arrive_in_both_halves_of_a_bfloat16_server(bfloat16_server, con
 @pytest.mark.parametrize("kind", ["full", "adapter"])
 def test_weights_arrive_in_both_data_parallel_engines(models, connect, tmp_path, kind):
     """Both servers end in the test: one by a worker that is killed in a push, one as a whole."""
-    flags = (*SMALL_BLOCKS, "--data-parallel-size", "2")
+    flags = (*FLAGS, "--data-parallel-size", "2")
     flags += LORA if kind == "adapter" else ()
     with running_server(models[False], tmp_path / "server.log", *flags) as server:
         sync = connect(server)
@@ -308,7 +308,7 @@ def expert_server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     model.save_pretrained(folder)
     load_example("warm_start").make_tokenizer().save_pretrained(folder)
-    flags = [*SMALL_BLOCKS, "--enable-return-routed-experts", "--max-num-batched-tokens", "128"]
+    flags = [*FLAGS, "--enable-return-routed-experts", "--max-num-batched-tokens", "128"]
     log = tmp_path_factory.mktemp("server") / "server.log"
     with running_server(folder, log, *flags) as server:
         yield folder, server
@@ -431,7 +431,7 @@ def test_qwen3_5_arrives_where_its_checkpoint_has_a_vision_tower(connect, tmp_pa
     args = RLConfig(use_cpu=True, use_lora=kind == "adapter")
     old = load_policy(str(folder), RLConfig(use_cpu=True, use_lora=False))
     model = load_policy(str(folder), args)
-    flags = LORA if kind == "adapter" else ()
+    flags = ("--open", *(LORA if kind == "adapter" else ()))
     with running_server(folder, tmp_path / "server.log", *flags, dtype="auto") as server:
         sync = connect(server)
         for version in range(3):

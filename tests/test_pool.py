@@ -151,7 +151,7 @@ def test_a_push_keeps_two_buckets_in_memory_however_slow_a_server_is(syncs_to, m
     soon(lambda: len(made) == 2)  # one is sent, and one waits for that
     time.sleep(0.2)
     assert len(made) == 2
-    for _ in range(12):
+    for _ in range(2 * 12):  # a bucket and its checksum
         slow.release()
     thread.join(20)
     assert errors == [None, None] and made == [*range(12)]
@@ -168,6 +168,7 @@ def make_pool(monkeypatch):
     with the trainer.
     """
     monkeypatch.setattr(pool_module, "POLL_S", 0.02)
+    monkeypatch.setattr(pool_module, "PAUSE_S", 0.0)
     made = []
 
     def make(num_servers, timeout_s=5.0, wrong=None):
@@ -241,6 +242,45 @@ def test_a_server_that_started_anew_between_two_looks_is_lost(make_pool):
     servers[0].connection = None
     pool.check_server()
     soon(lambda: states(pool) == ["found", "serving"])
+
+
+def test_a_server_is_compared_before_and_after_a_step_and_whenever_it_connects_anew(make_pool):
+    compared, steps = [], iter(range(100))
+    pool, (server,) = make_pool(1)
+    pool._check_agreement = lambda *_: compared.append(server.policy_version)
+    pool.wait_until_ready()
+
+    def versions(num_pushes):
+        compared.clear()
+        for _ in range(num_pushes):
+            push(pool, next(steps))
+        return [*compared]
+
+    assert versions(4) == [0, 1]  # an adapter changes nothing before the first step
+    server.die()
+    server.is_up = True
+    pool.wait_for_server()
+    assert versions(3) == [4, 5]
+    server.hold.give_up()  # a cut connection, and the server lives: the push makes it anew
+    assert versions(3) == [7, 8] and server.held == ["this one"]
+
+
+@pytest.mark.parametrize("pushes_before", [1, 2])
+def test_a_server_that_comes_back_or_goes_on_with_another_model_is_refused(
+    make_pool, pushes_before
+):
+    wrong = {}
+    pool, (server,) = make_pool(1, wrong=wrong)
+    pool.wait_until_ready()
+    for version in range(pushes_before):
+        push(pool, version)
+    wrong[server] = InferenceServerError("it samples from a different model")
+    if pushes_before == 2:
+        server.die()
+        server.is_up = True
+        pool.wait_for_server()
+    with pytest.raises(InferenceServerError, match="a different model"):
+        push(pool, pushes_before)
 
 
 @pytest.mark.parametrize("num_servers", [1, 2])

@@ -8,11 +8,13 @@ import random
 import signal
 import socket
 import stat
+import struct
 import subprocess
 import sys
 import threading
 import time
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 from urllib.parse import urlencode
 
@@ -24,7 +26,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from tests.conftest import free_port
-from tests.helpers import ROOT
+from tests.helpers import ROOT, push_body
 from verifiers_rl.inference.client import (
     TOKEN_VARIABLE,
     InferenceClient,
@@ -32,11 +34,12 @@ from verifiers_rl.inference.client import (
     ServerLostError,
     find_token,
     generation_key,
+    keep_alive,
     save_token,
 )
 from verifiers_rl.inference.engine_calls import answer_of, paused, updating
 from verifiers_rl.inference.gateway import Gateway
-from verifiers_rl.inference.generation import current_generation
+from verifiers_rl.inference.generation import check_grammar, current_generation
 from verifiers_rl.inference.packed_tokens import pack_ids
 from verifiers_rl.inference.port import (
     RESERVED_VARIABLE,
@@ -44,7 +47,12 @@ from verifiers_rl.inference.port import (
     reserve_free_port,
     reserve_port,
 )
-from verifiers_rl.inference.server import error_of_flags, flag_error, generation_keys, keep_alive
+from verifiers_rl.inference.server import (
+    error_of_flags,
+    flag_error,
+    generation_keys,
+    limit_requests,
+)
 from verifiers_rl.sync.plan import TransferPlan
 from verifiers_rl.sync.shared_buffers import attach
 
@@ -105,7 +113,8 @@ def server_of(engine=None, **args):
     app.state.server = server = uvicorn.Server(config)
     app.state.engine_client = engine or Engine()
     app.state.openai_serving_models = SimpleNamespace(lora_requests={})
-    app.state.args = SimpleNamespace(**{"allowed_origins": [], "generation_keys": []} | args)
+    plain = {"host": "127.0.0.1", "allowed_origins": [], "generation_keys": []}
+    app.state.args = SimpleNamespace(**plain | args)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         keep_alive(listener)
         thread = threading.Thread(target=server.run, args=([listener],))
@@ -436,8 +445,9 @@ def test_an_engine_that_dies_while_it_is_to_pause_or_resume_holds_nobody_up():
 # --- Pushes ---------------------------------------------------------------------------------------
 
 BUCKET = 2**19
-NUM_BYTES = 4 * BUCKET
-BODY = random.randbytes(NUM_BYTES)
+WEIGHTS = random.randbytes(4 * BUCKET)
+BODY = push_body(WEIGHTS, [BUCKET] * 4)
+NUM_BYTES = len(BODY)
 PUSH = {"policy_version": 3, "timeout_s": 5.0}
 SHAPES = dict.fromkeys("abcd", (BUCKET // 4,))
 PLAN = TransferPlan(tensors=SHAPES, dtype="float32", bucket_bytes=BUCKET)
@@ -469,7 +479,7 @@ class Workers:
         try:
             if work is not None:
                 work(number, self.shared[number])
-        except (RuntimeError, TimeoutError) as error:
+        except (RuntimeError, TimeoutError, ValueError) as error:
             self.shared[number].give_up()
             return f"{type(error).__name__}: {error}"
 
@@ -519,9 +529,9 @@ def test_a_push_reaches_all_workers_and_tokens_of_mixed_weights_are_of_no_policy
     workers = Workers()
     with server_of_pushes(workers, is_running=is_running) as (client, connection, engine):
         salts = set()
-        for body in (BODY, BODY[::-1]):
-            reply = pushed(client, connection, body).answer()
-            assert reply == {"policy_version": 3} and workers.got == {0: body, 1: body}
+        for weights in (WEIGHTS, WEIGHTS[::-1]):
+            reply = pushed(client, connection, push_body(weights, [BUCKET] * 4)).answer()
+            assert reply == {"policy_version": 3} and workers.got == {0: weights, 1: weights}
             salts.add(engine.cache_salt)
         assert len(salts) == 2 and None not in salts  # cached prefixes are of one version
     calls = [NONE, "weight_sync_receive", THREE]
@@ -531,8 +541,8 @@ def test_a_push_reaches_all_workers_and_tokens_of_mixed_weights_are_of_no_policy
 @pytest.mark.parametrize(
     ("change", "body", "message"),
     [
-        ({}, BODY + b"1", "400: a body of 2097153 bytes: this connection's plan has 2097152"),
-        ({}, BODY[:-1], "400: a body of 2097151 bytes"),
+        ({}, BODY + b"1", "400: a body of 2097185 bytes: this connection's plan has 2097184"),
+        ({}, BODY[:-1], "400: a body of 2097183 bytes"),
         ({"connection": "d"}, BODY, "400: another trainer has connected"),
         ({"policy_version": "x"}, BODY, "400: policy_version='x': Input should be a valid integer"),
     ],
@@ -547,15 +557,40 @@ def test_a_push_that_is_not_the_announced_one_changes_nothing(
         assert pushed(client, connection).answer() == {"policy_version": 3}
 
 
+@pytest.mark.parametrize("at", [0, BUCKET, 3 * BUCKET + 77, NUM_BYTES - 1])
+def test_a_bucket_with_other_bytes_than_were_sent_is_loaded_by_no_worker(server_of_pushes, at):
+    body, workers = bytearray(BODY), Workers()
+    body[at] ^= 1
+    with server_of_pushes(workers) as (client, connection, _):
+        with pytest.raises(ServerLostError, match="409: a bucket of weights has other bytes"):
+            pushed(client, connection, bytes(body)).answer()
+        assert workers.got == {}
+        hold, connection = connected(client)  # as the trainer does now
+        assert pushed(client, connection).answer() == {"policy_version": 3}
+        hold.close()
+
+
+def test_a_tensor_that_a_worker_refuses_is_not_sent_again(server_of_pushes):
+    def refuse(number, shared):
+        raise ValueError("vLLM serves no adapter of ['a']")
+
+    with server_of_pushes(Workers(connect=None)) as (client, _, engine):
+        engine.work.connect = refuse
+        with pytest.raises(InferenceServerError, match="400: ValueError: vLLM serves") as caught:
+            connected(client)
+        assert not isinstance(caught.value, ServerLostError)
+
+
 def begin_push(client, connection, timeout_s, length=f"Content-Length: {NUM_BYTES}", num_bytes=256):
     """Send the head of a push and the first bytes of its body."""
     fields = PUSH | {"connection": connection, "timeout_s": timeout_s}
     hanging = socket.create_connection(("127.0.0.1", client.port), timeout=10)
     hanging.sendall(
-        f"POST /weight_sync/receive?{urlencode(fields)} HTTP/1.1\r\nHost: h\r\n{length}\r\n"
+        f"POST /weight_sync/receive?{urlencode(fields)} HTTP/1.1\r\nHost: localhost\r\n{length}\r\n"
         f"Authorization: Bearer {os.environ[TOKEN_VARIABLE]}\r\n\r\n".encode()
     )
-    hanging.sendall(b"100\r\n" + BODY[:num_bytes] + b"\r\n")
+    is_chunked = length.startswith("Transfer-Encoding")
+    hanging.sendall(b"100\r\n" * is_chunked + BODY[:num_bytes] + b"\r\n" * is_chunked)
     return hanging
 
 
@@ -571,7 +606,7 @@ def test_a_trainer_that_hangs_or_leaves_in_a_push_leaves_no_worker_waiting(
         with begin_push(client, connection, timeout_s, num_bytes=num_bytes) as hanging:
             if not leaves:
                 reply = hanging.recv(2**16)
-                assert b"400 Bad Request" in reply
+                assert b"409 Conflict" in reply  # so the trainer connects again
                 assert b"took longer than 0.5 s (vllm_server_timeout)" in reply
         # What is left of it is not taken for the next one, which waits for its end.
         with pytest.raises(ServerLostError, match="409: no trainer is connected"):
@@ -590,16 +625,14 @@ def test_a_worker_that_fails_in_a_push_ends_it_for_all_and_says_why(server_of_pu
 
     with server_of_pushes(Workers(fail)) as (client, connection, engine):
         start = time.monotonic()
-        with pytest.raises(InferenceServerError, match="500: RuntimeError: out of memory"):
+        with pytest.raises(ServerLostError, match="500: RuntimeError: out of memory"):
             pushed(client, connection, num_bytes=NUM_BYTES).answer()
         assert time.monotonic() - start < 4
         assert engine.calls == [NONE, "weight_sync_receive"]
 
 
-@pytest.mark.parametrize(("dies", "status"), [(True, 503), (False, 500)])
-def test_workers_hear_of_a_dying_engine_before_the_others_are_to_resume(
-    server_of_pushes, dies, status
-):
+@pytest.mark.parametrize("dies", [True, False])
+def test_workers_hear_of_a_dying_engine_before_the_others_are_to_resume(server_of_pushes, dies):
     """One engine is lost in a push. The other one cannot resume while its worker waits."""
     ended = threading.Event()
 
@@ -618,7 +651,7 @@ def test_workers_hear_of_a_dying_engine_before_the_others_are_to_resume(
 
     with server_of_pushes(Dying(), is_running=True) as (client, connection, engine):
         engine.resume_generation = resume
-        with pytest.raises(InferenceServerError, match=f"{status}: RuntimeError: (cancelled|vLLM)"):
+        with pytest.raises(ServerLostError, match=r"500: RuntimeError: (cancelled|vLLM)"):
             pushed(client, connection, num_bytes=NUM_BYTES, body=BODY[: NUM_BYTES // 2]).answer()
         engine.errored = False
 
@@ -655,8 +688,17 @@ def test_a_body_without_an_announced_length_is_refused(server_of_pushes):
         assert engine.calls == []
 
 
-def test_a_server_that_takes_no_bytes_of_a_push_is_given_up_at_the_deadline():
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_a_push_that_stalls_until_the_deadline_or_is_reset_is_a_lost_connection(is_reset):
+    def reset():
+        connection, _ = listener.accept()
+        connection.recv(2**16)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()
+
     with socket.create_server(("127.0.0.1", 0)) as listener:  # and never reads
+        if is_reset:
+            threading.Thread(target=reset).start()
         client = InferenceClient("127.0.0.1", listener.getsockname()[1])
         body = bytes(2**26)  # more than sockets hold
         start = time.monotonic()
@@ -723,7 +765,6 @@ def test_an_error_while_a_connection_is_prepared_is_an_answer_and_changes_nothin
     def fail(plan, config):
         raise AttributeError("'VisionConfig' object has no attribute 'num_attention_heads'")
 
-    monkeypatch.setattr("verifiers_rl.inference.engine_calls.DYING_S", 0.1)  # it does not die
     with server_of_pushes() as (client, connection, _engine):
         monkeypatch.setattr("verifiers_rl.inference.weight_routes.fit_to_server", fail)
         with pytest.raises(
@@ -731,6 +772,23 @@ def test_an_error_while_a_connection_is_prepared_is_an_answer_and_changes_nothin
         ):
             connected(client)
         assert pushed(client, connection).answer() == {"policy_version": 3}
+
+
+@pytest.mark.parametrize(("status", "is_lost"), [(500, 1), (502, 1), (429, 1), (504, 1), (423, 0)])
+def test_a_proxy_that_fails_for_seconds_is_a_lost_connection(status, is_lost):
+    class Proxy(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(b"bad gateway")
+
+        def log_message(self, *_): ...
+
+    with HTTPServer(("127.0.0.1", 0), Proxy) as server:
+        threading.Thread(target=server.handle_request).start()
+        with pytest.raises(InferenceServerError, match=f"{status}: bad gateway") as caught:
+            InferenceClient("127.0.0.1", server.server_port).status()
+    assert isinstance(caught.value, ServerLostError) == bool(is_lost)
 
 
 def test_a_control_request_that_makes_no_sense_is_refused():
@@ -845,27 +903,86 @@ def test_a_server_finds_out_when_the_machine_of_its_trainer_is_lost(free_server)
     hold.close()
 
 
+def test_a_trainer_finds_out_when_the_machine_of_its_server_is_lost(free_server):
+    hold, _ = connected(free_server[0])
+    sock = hold._http.sock
+    assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
+    hold.close()
+
+
 def test_a_server_that_ends_is_not_kept_by_its_trainer(free_server):
     client, server = free_server
     connected(client)
     server.should_exit = True
 
 
-def test_beyond_this_machine_generation_needs_the_token_or_a_key(monkeypatch):
-    def keys(host, api_key=None, variable=None):
+def test_generation_needs_the_token_or_a_key_unless_the_server_is_open(monkeypatch):
+    def keys(api_key=None, variable=None, is_open=False):
         if variable is not None:
             monkeypatch.setenv("VLLM_API_KEY", variable)
-        args = SimpleNamespace(host=host, api_key=api_key)
+        args = SimpleNamespace(api_key=api_key, open=is_open)
         found = generation_keys(args, "token")
         # vLLM would refuse the token, and it prints the flags that it was given.
         assert args.api_key is None and "VLLM_API_KEY" not in os.environ
         return found
 
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    assert keys("127.0.0.1") == keys("localhost") == []
-    assert keys("0.0.0.0") == keys("") == keys("10.0.0.1") == ["token"]
-    assert keys("127.0.0.1", ["a", "b"]) == ["token", "a", "b"]
-    assert keys("127.0.0.1", variable="v") == ["token", "v"]
+    assert keys() == ["token"]
+    assert keys(["a", "b"]) == ["token", "a", "b"]
+    assert keys(variable="v") == ["token", "v"]
+    assert keys(["a"], is_open=True) == keys(variable="v", is_open=True) == []
+
+
+@pytest.mark.parametrize(("asked", "limit"), [(1056, 261), (20, 20), (-1, -1)])
+def test_limits_of_requests_follow_from_the_model(monkeypatch, asked, limit):
+    name = "VLLM_MAX_N_SEQUENCES"
+    monkeypatch.setenv(name, "")  # so that what is set is taken back
+    monkeypatch.delenv(name)
+    model = SimpleNamespace(max_logprobs=asked, get_vocab_size=lambda: 261)
+    scheduler = SimpleNamespace(max_num_seqs=256)
+    for number in ("256", "7"):
+        limit_requests(SimpleNamespace(model_config=model, scheduler_config=scheduler))
+        assert model.max_logprobs == limit and os.environ[name] == number
+        monkeypatch.setenv(name, "7")  # the user's
+
+
+def test_a_grammar_that_takes_long_to_compile_is_refused():
+    check_grammar(None)
+    check_grammar(SimpleNamespace(choice=["yes", "no"]))
+    with pytest.raises(ValueError, match=r"list of choices of \d+ characters is longer than 65536"):
+        check_grammar(SimpleNamespace(choice=[str(i) for i in range(100_000)]))
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions/tokens", "/v1/completions"])
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_body_is_read_up_to_a_bound(monkeypatch, path, announced):
+    monkeypatch.setattr("verifiers_rl.inference.gateway.MAX_BODY_BYTES", 10_000)
+    sent = b'{"prompt": "%s"}' % (b"a" * 20_000)
+    with server_of() as (client, _):
+        content = sent if announced else iter([sent[:9_000], sent[9_000:]])
+        reply = httpx.post(client.base_url + path, content=content, trust_env=False)
+        assert reply.status_code == 413 and "more than 10000 bytes" in reply.text
+        assert answer_to(client, "POST", "/v1/completions", {"prompt": "a"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "asked_as", "status"),
+    [
+        ("127.0.0.1", "127.0.0.1:9000", 404),  # through a tunnel
+        ("127.0.0.1", "LOCALHOST", 404),
+        ("::1", "[::1]:8000", 404),
+        ("127.0.0.1", "a.page:8000", 400),  # a name that a page has let lead here
+        ("127.0.0.1", "127.0.0.1.a.page", 400),
+        ("0.0.0.0", "gpu-box:8000", 404),
+    ],
+)
+def test_a_server_of_this_machine_is_asked_by_its_name(host, asked_as, status):
+    with server_of(host=host) as (client, _):
+        for path in ("/v1/models", "/metrics"):
+            reply = answer_to(client, "GET", path, Host=asked_as)
+            assert reply.status_code == status
+            assert ("--host opens it" in reply.text) == (status == 400)
 
 
 def test_requests_without_a_key_are_refused_where_one_is_needed():

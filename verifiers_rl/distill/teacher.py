@@ -52,7 +52,8 @@ class Teacher:
         name: what messages call it; default: `model`.
         key_variable: the environment variable with the server's API key; "": it needs none. With
             that of the run's token, the server may also be a `vf-vllm` that made its own.
-        timeout_s: a request waits for the teacher at most so many seconds. Then the run ends.
+        timeout_s: a request waits for the teacher at most so many seconds, and for one answer half
+            as long. Then the run ends.
         max_concurrent: requests at a time, of one environment.
 
     Raises:
@@ -140,7 +141,8 @@ class TeacherClient:
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3),
             headers={"Authorization": f"Bearer {key}"} if key else {},
             trust_env=host not in LOOPBACK,  # a proxy set for the internet is not for this machine
-            timeout=aiohttp.ClientTimeout(total=None),  # `_request` has a deadline of its own
+            # `_request` has the other half for another attempt: an answer can get lost on its way.
+            timeout=aiohttp.ClientTimeout(total=self.teacher.timeout_s / 2),
         )
         if self._is_own:
             return
@@ -211,7 +213,7 @@ class TeacherClient:
                         ) as answer:
                             status, text = answer.status, await answer.text()
                         problem = f"status {status}: {' '.join(text.split())[:300]}"
-                    except aiohttp.ClientError as error:
+                    except (aiohttp.ClientError, TimeoutError) as error:
                         status, problem = 0, str(error) or type(error).__name__
                     if status == 200:
                         self._is_away = False
@@ -243,6 +245,7 @@ class TeacherClient:
         hint = "; is the model right, and its --max-model-len above max_seq_len, and the hint?"
         if status in (401, 403):
             hint = "; set key_variable to the environment variable with its API key"
+            hint += f", or to {TOKEN_VARIABLE} for a vf-vllm"
         if "prompt_logprobs" in problem:  # vf-vllm says what to do
             hint = ""
         return TeacherError(f"{self._what} refuses: {problem}{hint}")

@@ -33,9 +33,23 @@ class ServerLostError(InferenceServerError):
     """The server does not answer, or is a new process that lost the weights; it may come back."""
 
 
-# 409: the server does not know this trainer's hold or connection; 503: its engine is dead.
-LOST = (409, 503)
+# 409: the server does not know this trainer's connection, or a push over it has broken; 429: a
+# proxy is busy. With a status from `FAILED` on, a proxy, the server or its engine has failed.
+LOST, FAILED = (409, 429), 500
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# A machine that is lost does not close its connections, and a router forgets idle ones. So after
+# 30 s of silence, TCP probes the other end 3 times, 10 s apart.
+KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Let the system find out when the machine at the other end of a connection is lost. Linux
+    gives each connection the options of the socket that listens.
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def token_file(port: int) -> Path:
@@ -68,8 +82,8 @@ def find_token(host: str, port: int) -> str:
 
 def generation_key(base_url: str) -> str:
     """Return the key that requests for rollouts authenticate with: the run's token, which control
-    routes need too, or else VLLM_API_KEY. Without either it is "none", because a server on this
-    machine may need no key.
+    routes need too, or else VLLM_API_KEY. Without either it is "none", because a server with --open
+    needs no key.
     """
     url = httpx.URL(base_url)
     return find_token(url.host, url.port or 80) or os.environ.get("VLLM_API_KEY") or "none"
@@ -231,6 +245,7 @@ class ControlRequest:
         """Send all but what `write` will send. Raises ServerLostError if the server is away."""
         with self._lost_at_errors():
             self._http.connect()
+            keep_alive(self._http.sock)
             if self._is_given_up:
                 raise ConnectionError("given up")
             self._http.request(self._method, self._path, self._body, self._headers)
@@ -283,7 +298,8 @@ class ControlRequest:
             reason = json.loads(text)["error"]
         except (ValueError, KeyError, TypeError):
             reason = text
-        kind = ServerLostError if reply.status in LOST else InferenceServerError
+        is_lost = reply.status in LOST or reply.status >= FAILED
+        kind = ServerLostError if is_lost else InferenceServerError
         raise kind(f"{self._method} {self._url}{self._path}: {reply.status}: {reason}")
 
     def give_up(self) -> None:

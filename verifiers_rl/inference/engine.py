@@ -12,7 +12,7 @@ from vllm.logprobs import FlatLogprobs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from verifiers_rl.inference.generation import Generation, current_generation
+from verifiers_rl.inference.generation import Generation, check_grammar, current_generation
 
 
 class SampledTokens(FlatLogprobs):
@@ -70,7 +70,9 @@ class RolloutEngine(AsyncLLM):
     ) -> AsyncIterator[Any]:
         generation = current_generation.get() or Generation()
         generation.num_completions += sampling_params.n
-        if sampling_params.prompt_logprobs is not None and (why := self._reason_against_prompts()):
+        check_grammar(sampling_params.structured_outputs)
+        scored = (sampling_params.prompt_logprobs, sampling_params.prompt_logprob_token_ids)
+        if any(one is not None for one in scored) and (why := self._reason_against_prompts()):
             raise ValueError(why)
         if generation.tokens is not None:
             prompt = generation.tokens.fit(prompt, sampling_params)

@@ -15,7 +15,6 @@ from verifiers_rl.sync.shared_buffers import GivenUpError
 
 RESUME_DEADLINE_S = 30.0
 POLL_S = 0.2  # vLLM has no event for the death of an engine
-DYING_S = 2.0  # vLLM reports a failed call at most so long before it reports a dead engine
 
 
 class WorkerError(RuntimeError):
@@ -111,14 +110,3 @@ async def updating(engine: Any, timeout_s: float) -> AsyncIterator[None]:
             yield
     finally:
         engine.admits.set()
-
-
-async def is_dying(engine: Any) -> bool:
-    """Return whether the engine is dead. Wait up to `DYING_S` for that, because vLLM reports a
-    failed call shortly before it reports that the engine is dead.
-    """
-    for _ in range(round(DYING_S / POLL_S)):
-        if engine.errored:
-            return True
-        await asyncio.sleep(POLL_S)
-    return False

@@ -15,26 +15,31 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 from typing import Any
 
+from fastapi import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.websockets import WebSocketClose
 
-from verifiers_rl.inference.client import TOKEN_VARIABLE
+from verifiers_rl.inference.client import LOOPBACK, TOKEN_VARIABLE
 from verifiers_rl.inference.generation import Generation, TokenRequest, current_generation
 from verifiers_rl.inference.packed_tokens import VERSIONS_HEADER
 from verifiers_rl.inference.weight_routes import WeightRoutes
 
 CHAT_PATH = "/v1/chat/completions"
 TOKENS_PATH = "/v1/chat/completions/tokens"
+PUSH_PATH = "/weight_sync/receive"  # reads its body in pieces, and knows how long it must be
 GENERATION_PATHS = (CHAT_PATH, TOKENS_PATH, "/v1/completions", "/inference/v1/generate")
 PUBLIC_PATHS = ("/health", "/version", "/metrics")
 # vLLM's other routes are not served: some of them control vLLM without a token, and others generate
 # tokens in ways of their own.
 OTHER_PATHS = ("/v1/models", "/tokenize", "/detokenize", *PUBLIC_PATHS)
+# Of a request that is read into memory: more than the text of a million tokens takes as JSON.
+MAX_BODY_BYTES = 2**25
 
 
 class Gateway:
@@ -45,6 +50,8 @@ class Gateway:
         self.weights: WeightRoutes | None = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["path"] != PUSH_PATH:
+            receive = bounded(receive)
         await self.app_for(scope)(scope, receive, send)
 
     def app_for(self, scope: Any) -> Any:
@@ -77,6 +84,8 @@ class Gateway:
                 scope, receive = with_body(scope, json.dumps(fields).encode(), receive)
         except ValueError as problem:
             return await error(400, str(problem))(scope, receive, send)
+        except HTTPException as problem:
+            return await error(problem.status_code, problem.detail)(scope, receive, send)
         except ClientDisconnect:
             return None
         generation = Generation(tokens)
@@ -102,13 +111,33 @@ def error(status: int, message: str) -> JSONResponse:
     return JSONResponse({"error": message}, status)
 
 
+def bounded(receive: Any) -> Any:
+    """Return an ASGI `receive` that raises HTTPException once a body is too long."""
+    num_bytes = 0
+
+    async def receive_some() -> Any:
+        nonlocal num_bytes
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        if num_bytes > MAX_BODY_BYTES:
+            raise HTTPException(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+        return message
+
+    return receive_some
+
+
 def refusal_of(scope: Any, args: Any, path: str) -> JSONResponse | None:
     """Return the reply to a request that may not be served, else None. Refused are requests
     without a key, and requests of a web page that is not allowed: a browser names the page, and it
-    reaches 127.0.0.1 too.
+    reaches 127.0.0.1 too. If a page's own name leads here, the browser takes this server for the
+    page's and names no page; so where only this machine is served, it must be asked by its name.
     """
     headers = Headers(scope=scope)
-    origin = headers.get("origin")
+    host, origin = headers.get("host", ""), headers.get("origin")
+    if args.host in LOOPBACK and re.sub(r":\d+$", "", host).strip("[]").lower() not in LOOPBACK:
+        return error(
+            400, f"Host {host!r}: this server is {', '.join(LOOPBACK)}; --host opens it to others"
+        )
     if origin and not {"*", origin} & set(args.allowed_origins):
         return error(403, f"web pages of {origin} may not use this server (--allowed-origins)")
     if path.startswith("/weight_sync/"):

@@ -24,6 +24,20 @@ from verifiers_rl.types import MAX_MASK
 LOWEST_LOGPROB = -9999.0
 # top_k keeps all tokens that are as likely as the k-th. With logits in bfloat16 there are several.
 NUM_TIES = 32
+# Characters of a grammar, a schema or the choices that a reply must follow. vLLM compiles them in
+# the server's process, which answers nobody meanwhile.
+MAX_GRAMMAR = 2**16
+
+
+def check_grammar(structured: Any) -> None:
+    """Raise ValueError if what a reply must follow, vLLM's `StructuredOutputsParams`, is too long
+    to be compiled.
+    """
+    if structured is not None and (length := len(repr(structured))) > MAX_GRAMMAR:
+        raise ValueError(
+            f"structured outputs: a grammar, schema or list of choices of {length} characters is "
+            f"longer than {MAX_GRAMMAR}"
+        )
 
 
 class TokenRequest:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,7 +18,7 @@ import httpx
 import numpy as np
 from openai import APIConnectionError, APITimeoutError, AsyncOpenAI, DefaultAsyncHttpxClient
 
-from verifiers_rl.inference.client import generation_key
+from verifiers_rl.inference.client import generation_key, keep_alive
 from verifiers_rl.inference.packed_tokens import (
     VERSIONS_HEADER,
     pack_ids,
@@ -81,7 +82,9 @@ class ServerClient(AsyncOpenAI):
         self._session = aiohttp.ClientSession(
             # The server closes connections that are idle for 5 s. Ours close earlier, so that no
             # request is sent on one that the server is closing.
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3),
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=3, socket_factory=_kept_alive
+            ),
             headers={"Content-Type": "application/json"},
         )
 
@@ -182,6 +185,14 @@ class ServerClient(AsyncOpenAI):
     async def close(self) -> None:
         await self._session.close()
         await super().close()
+
+
+def _kept_alive(address: tuple[Any, ...]) -> socket.socket:
+    """Make a connection's socket, for aiohttp, which hands over (family, type, protocol, ...)."""
+    sock = socket.socket(*address[:3])
+    sock.setblocking(False)
+    keep_alive(sock)
+    return sock
 
 
 def _versions_of(response: httpx.Response) -> list[tuple[int, int]] | None:

@@ -13,6 +13,7 @@ chats. It listens on 127.0.0.1 unless told otherwise.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import atexit
 import logging
@@ -20,7 +21,6 @@ import os
 import re
 import secrets
 import signal
-import socket
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 from verifiers_rl.did_you_mean import did_you_mean
 from verifiers_rl.inference.checkpoint import fit_to_checkpoint, model_error
-from verifiers_rl.inference.client import LOOPBACK, TOKEN_VARIABLE, save_token
+from verifiers_rl.inference.client import LOOPBACK, TOKEN_VARIABLE, keep_alive, save_token
 from verifiers_rl.inference.generation import NUM_TIES
 from verifiers_rl.inference.plugin import SERVER_PID
 from verifiers_rl.inference.port import PortError, reserve_port
@@ -49,19 +49,6 @@ OTHER_PROCESSES = (
 )
 NUM_CONNECTIONS = 8192  # at a time, if the system allows it: one for each rollout in flight
 END_DEADLINE_S = 30.0
-# A machine that is lost does not close its connections. So after 30 s of silence, TCP probes it 3
-# times, 10 s apart.
-KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
-
-
-def keep_alive(sock: socket.socket) -> None:
-    """Let the system find out when the machine at the other end of a connection is lost. Linux
-    gives each connection the options of the socket that listens.
-    """
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEPALIVE.items():
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def server_cores(cores: list[int], num_workers: int = 1) -> str:
@@ -101,6 +88,12 @@ def make_parser() -> Any:
             sys.exit(2)
 
     parser = make_arg_parser(FlagParser(prog="vf-vllm", description=__doc__))
+    parser.add_argument(
+        "--open",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="Generate for whoever asks, without a token or key.",
+    )
     parser.set_defaults(
         host="127.0.0.1",
         allowed_origins=[],  # vLLM's default lets in the scripts of every web page
@@ -113,14 +106,24 @@ def make_parser() -> Any:
 
 
 def generation_keys(args: Any, token: str) -> list[str]:
-    """Return the keys of which a request for rollouts must show one. If there are none, all
-    requests are served, which happens on this machine only. vLLM's own keys are removed from `args`
-    and the environment, because with them vLLM would refuse the run's token.
+    """Return the keys of which a request for rollouts must show one; none with --open, which serves
+    all requests. vLLM's own keys are removed from `args` and the environment, because with them
+    vLLM would refuse the run's token.
     """
     given = [key for key in args.api_key or [os.environ.get("VLLM_API_KEY")] if key]
     args.api_key = None
     os.environ.pop("VLLM_API_KEY", None)
-    return [token, *given] if given or args.host not in LOOPBACK else []
+    return [] if args.open else [token, *given]
+
+
+def limit_requests(config: Any) -> None:
+    """Lower the limits of a request to what the served model has, in vLLM's config and environment.
+    An engine dies of more logprobs than its model has tokens. More completions than it samples at a
+    time occupy it.
+    """
+    model = config.model_config
+    model.max_logprobs = min(model.max_logprobs, model.get_vocab_size())
+    os.environ.setdefault("VLLM_MAX_N_SEQUENCES", str(config.scheduler_config.max_num_seqs))
 
 
 def error_of_flags(args: Any) -> str | None:
@@ -201,6 +204,7 @@ async def serve(args: Any) -> None:
     engine_args = AsyncEngineArgs.from_cli_args(args)
     context = UsageContext.OPENAI_API_SERVER
     config = engine_args.create_engine_config(usage_context=context)
+    limit_requests(config)
     with sock:
         engine = RolloutEngine.from_vllm_config(
             config,
@@ -252,9 +256,10 @@ def main() -> None:
     if problem := model_error(args.model):
         sys.exit(f"vf-vllm: {problem}")
     if args.host not in LOOPBACK:
+        key = "no key (--open)" if args.open else f"the run's token ({TOKEN_VARIABLE}) or --api-key"
         print(
-            f"vf-vllm: WARNING: --host {args.host} lets other machines reach this server; they "
-            f"need the run's token ({TOKEN_VARIABLE}) or an --api-key",
+            f"vf-vllm: WARNING: --host {args.host} lets other machines reach this server; to "
+            f"generate, they need {key}",
             file=sys.stderr,
         )
     args.returns_experts = args.enable_return_routed_experts  # on a CPU in a way of our own

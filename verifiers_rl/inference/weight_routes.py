@@ -29,14 +29,13 @@ from verifiers_rl.inference.engine_calls import (
     WorkerError,
     call_engines,
     call_workers,
-    is_dying,
     run_in_workers,
     updating,
 )
 from verifiers_rl.inference.expected import fit_to_server
 from verifiers_rl.inference.holding import Hold
 from verifiers_rl.sync.nccl import ID_BYTES
-from verifiers_rl.sync.plan import ADAPTER_NAME, TransferPlan
+from verifiers_rl.sync.plan import ADAPTER_NAME, DIGEST_BYTES, TransferPlan
 from verifiers_rl.sync.shared_buffers import SharedBuffers, shared_with_workers
 
 CALL_DEADLINE_S = 60.0
@@ -115,10 +114,10 @@ class WeightRoutes:
     async def _fail(self, _: Request, error: Exception) -> JSONResponse:
         """The trainer must see what went wrong in here, whatever it was; the log has the trace."""
         if isinstance(error, WorkerError):
-            return JSONResponse({"error": str(error)}, 500)
-        # 503: the server is lost, as if its process had ended. After a 500 it keeps serving.
-        status = 503 if await is_dying(self.vllm.engine_client) else 500
-        return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status)
+            # A ValueError is about what the trainer sends, so sending it again would not help.
+            is_refusal = str(error).startswith(ValueError.__name__)
+            return JSONResponse({"error": str(error)}, 400 if is_refusal else 500)
+        return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 500)
 
     async def status(self) -> dict[str, Any]:
         engine = self.vllm.engine_client
@@ -223,9 +222,10 @@ class WeightRoutes:
                     400, "another trainer has connected; give each run a server of its own"
                 )
             length = request.headers.get("content-length")
-            if length != str(sum(hold.sizes)):
+            expected = sum(hold.sizes) + DIGEST_BYTES * len(hold.sizes)
+            if length != str(expected):
                 raise HTTPException(
-                    400, f"a body of {length} bytes: this connection's plan has {sum(hold.sizes)}"
+                    400, f"a body of {length} bytes: this connection's plan has {expected}"
                 )
             shared, hold.shared = hold.shared, None  # if it fails, they hold a part of this push
             await self._load(push, request, shared, hold.sizes)
@@ -302,16 +302,17 @@ async def all_before(coming: Awaitable[None], deadline: float, timeout_s: float)
     """Wait for weights to come.
 
     Raises:
-        HTTPException: the trainer left, or the loop's time is past the deadline.
+        HTTPException: the trainer left, the bytes are not those that were sent, or the loop's time
+            is past the deadline. Its status, 409, lets a trainer connect and push again.
     """
     try:
         async with asyncio.timeout_at(deadline):
             await coming
     except ClientDisconnect as error:
-        raise HTTPException(400, "the trainer left before all of the push was here") from error
+        raise HTTPException(409, "the trainer left before all of the push was here") from error
     except ValueError as error:
-        raise HTTPException(400, str(error)) from error
+        raise HTTPException(409, str(error)) from error
     except TimeoutError as error:
         raise HTTPException(
-            400, f"a push of weights took longer than {timeout_s:g} s (vllm_server_timeout)"
+            409, f"a push of weights took longer than {timeout_s:g} s (vllm_server_timeout)"
         ) from error

@@ -7,14 +7,26 @@ import time
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from itertools import zip_longest
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
+import xxhash
 from pydantic import BaseModel, Field, NonNegativeInt, StrictInt
 from torch import Tensor
 
 ADAPTER_NAME = "policy"
 MAX_BUCKET_BYTES = 2**30
+DIGEST_BYTES = 8
+
+
+def digest_of(bucket: Any) -> bytes:
+    """Return the checksum that follows a bucket in the body of a push: XXH3 in 64 bits, which reads
+    memory about as fast as the memory can be copied.
+
+    Args:
+        bucket: its bytes, as an object with the buffer protocol.
+    """
+    return xxhash.xxh3_64_digest(bucket)
 
 
 class Bucket(NamedTuple):
@@ -85,6 +97,11 @@ class TransferPlan(BaseModel, frozen=True):
     @property
     def num_bytes(self) -> int:
         return sum(bucket.num_bytes for bucket in self.buckets)
+
+    @property
+    def body_bytes(self) -> int:
+        """Of a push over HTTP: all buckets, and behind each its checksum."""
+        return self.num_bytes + DIGEST_BYTES * len(self.buckets)
 
 
 def receive_buckets(

@@ -33,12 +33,19 @@ from verifiers_rl.inference import (
     ServerLostError,
     wait_for_servers,
 )
+from verifiers_rl.process.waiting import wait_until
 from verifiers_rl.sync.sources import choose_lora_sync
 from verifiers_rl.sync.weight_sync import WeightSync, push_to_all
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 2.0  # between two looks at a replica
+# Before a lost connection is made anew. What has broken it, a proxy perhaps, may need seconds.
+PAUSE_S = 5.0
+# Pushes of each connection after which both sides are compared. The first one shows whether the
+# server has the trainer's model. An adapter changes nothing before the first step, so only the
+# next push shows whether the server applies it as the trainer does.
+NUM_COMPARED = 2
 
 
 class Replica:
@@ -82,7 +89,7 @@ class ServerPool:
             run needs. Called when it is found.
         check_agreement: compares the logprobs of trainer and server: takes the model, the server's
             client and the model's name there. Raises InferenceServerError if they differ. Called
-            after the first push to a server, before it serves.
+            after each of the first two pushes over a connection, before the server serves them.
         lora_sync: see `RLConfig`; "auto" is decided by the first server that answers.
         timeout_s: how long to wait for servers, at the start and when all are lost.
 
@@ -144,6 +151,7 @@ class ServerPool:
         for replica in self._serving():
             self._lose(replica, replica.sync, ServerLostError("all servers connect again"))
         self.policy_version = None  # so that the trainer pushes again
+        wait_until(lambda: False, "another attempt", PAUSE_S)
         self._wait_for(1)
 
     def _wait_for(self, number: int) -> list[dict[str, Any]]:
@@ -196,9 +204,9 @@ class ServerPool:
     def _serve(
         self, replica: Replica, sync: WeightSync, model: nn.Module, policy_version: int
     ) -> None:
-        """Let a replica that has the weights serve; one that is new is compared first."""
+        """Let a replica that has the weights serve; over a new connection it is compared first."""
         self.model_name = sync.model_name
-        if replica.policy_version is None:
+        if sync.num_pushes <= NUM_COMPARED:
             self._check_agreement(model, replica.client, self.model_name)
         with self._lock:
             if replica.sync is sync:

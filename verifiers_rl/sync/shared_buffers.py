@@ -23,6 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verifiers_rl.sync.plan import DIGEST_BYTES, digest_of
+
 _PAGE = 4096
 _GIVEN_UP, _FILLED, _COUNTS = 0, 1, 2  # words; from _COUNTS on, one for each worker
 _POLL_S = 2e-4  # memory has no event that can be awaited up to a deadline
@@ -68,26 +70,34 @@ class SharedBuffers:
         return bool(self._words[_GIVEN_UP])
 
     async def fill(self, body: AsyncIterator[bytes], sizes: Sequence[int]) -> AsyncIterator[None]:
-        """Cut a body into buffers of these sizes; yield after each. A buffer is filled again once
-        all workers have copied it.
+        """Cut a body into buffers of these sizes, each of which its checksum follows; yield after
+        each. A buffer is filled again once all workers have copied it.
 
         Raises:
-            ValueError: the body ends early.
+            ValueError: the body ends early, or has other bytes than were sent.
         """
         piece = memoryview(b"")
+
+        async def read_into(target: memoryview) -> None:
+            nonlocal piece
+            while target:
+                piece = piece or memoryview(await anext(body, b""))
+                if not piece:
+                    raise ValueError(f"the body ends {len(target)} bytes before a bucket does")
+                taken = piece[: len(target)]
+                target[: len(taken)] = taken
+                target, piece = target[len(taken) :], piece[len(taken) :]
+
         for size in sizes:
             number = int(self._words[_FILLED])
             while number - self._words[_COUNTS:].min() >= len(self._buffers):
                 await asyncio.sleep(_POLL_S)
-            buffer = memoryview(self._buffers[number % len(self._buffers)])
-            start = 0
-            while start < size:
-                piece = piece or memoryview(await anext(body, b""))
-                if not piece:
-                    raise ValueError(f"the body ends {size - start} bytes before a bucket does")
-                taken = piece[: size - start]
-                buffer[start : start + len(taken)] = taken
-                start, piece = start + len(taken), piece[len(taken) :]
+            buffer = memoryview(self._buffers[number % len(self._buffers)])[:size]
+            digest = bytearray(DIGEST_BYTES)
+            await read_into(buffer)
+            await read_into(memoryview(digest))
+            if await asyncio.to_thread(digest_of, buffer) != digest:
+                raise ValueError("a bucket of weights has other bytes than were sent (checksum)")
             _order_writes()
             self._words[_FILLED] = number + 1
             yield

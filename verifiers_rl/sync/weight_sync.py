@@ -27,10 +27,10 @@ import base64
 import logging
 import math
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from operator import methodcaller
 from typing import Any, Literal
 
@@ -44,7 +44,7 @@ from verifiers_rl.inference import (
 )
 from verifiers_rl.process.waiting import WaitingLine
 from verifiers_rl.sync.nccl import NcclError, NcclTransport, gpu_uuid
-from verifiers_rl.sync.plan import ADAPTER_NAME, AdapterConfig, TransferPlan
+from verifiers_rl.sync.plan import ADAPTER_NAME, AdapterConfig, TransferPlan, digest_of
 from verifiers_rl.sync.shared_buffers import GivenUpError
 from verifiers_rl.sync.sources import Source, buckets_of, what_to_send
 
@@ -110,6 +110,7 @@ class WeightSync:
     Attributes:
         plan: what each push carries, from `connect` on.
         connection: the server's name for what `connect` has made; None before, and after `close`.
+        num_pushes: that the server has loaded since `connect`.
     """
 
     def __init__(
@@ -130,6 +131,8 @@ class WeightSync:
         self._trainer = trainer or secrets.token_hex(8)
         self._hold: ControlRequest | None = None  # is open while the server is this trainer's
         self.connection: str | None = None
+        self.num_pushes = 0
+        self._connecting = threading.Lock()  # else a look at the server takes it for another's
         self._nccl: NcclTransport | None = None
         self._request: ControlRequest | None = None  # the last one
 
@@ -151,7 +154,16 @@ class WeightSync:
                 The message says why and what to change.
         """
         if self.connection is not None:
-            return
+            assert self._hold is not None
+            if not self._hold.has_reply():
+                return
+        with self._connecting:
+            self.close()  # something between us and the server may have cut what held it
+            self._connect(model, sources, adapter)
+
+    def _connect(
+        self, model: nn.Module, sources: dict[str, Source], adapter: AdapterConfig | None
+    ) -> None:
         status = self.client.status()
         self.plan = make_plan(sources, adapter, status, self.bucket_bytes)
         device = next(model.parameters()).device
@@ -174,6 +186,7 @@ class WeightSync:
         if self._nccl is not None:
             self._by_nccl(self._nccl.wait_until_connected)
         self.connection = self._hold.answer(self._answer_s, stays_open=True)["connection"]
+        self.num_pushes = 0
         logger.info(
             "weight sync: %s of %d tensors, %.1f MB a push, over %s to %d worker(s)",
             self.plan.kind,
@@ -192,7 +205,7 @@ class WeightSync:
             "policy_version": policy_version,
             "timeout_s": self.timeout_s,
         }
-        num_bytes = self.plan.num_bytes if self._nccl is None else 0
+        num_bytes = self.plan.body_bytes if self._nccl is None else 0
         self._request = self.client.receive_weights(fields, num_bytes, self.timeout_s)
         self._request.begin()
 
@@ -204,11 +217,13 @@ class WeightSync:
         elif request is not None:
             array: Any = bucket.cpu().numpy()  # numpy's types lack the buffer protocol
             request.write(memoryview(array))
+            request.write(memoryview(digest_of(array)))
 
     def finish_push(self) -> None:
         """Return once the server has loaded the weights."""
         assert self._request is not None
         self._request.answer(self._answer_s)
+        self.num_pushes += 1
 
     @property
     def _answer_s(self) -> float:
@@ -220,11 +235,13 @@ class WeightSync:
         try:
             work()
         except (NcclError, GivenUpError) as error:
+            reason = f"weights over NCCL to {self.client.base_url}: {error}"
             if self._request is not None:
-                with suppress(ServerLostError):
+                try:
                     self._request.answer(LAST_WORD_S)
-            where = f"weights over NCCL to {self.client.base_url}"
-            raise ServerLostError(f"{where}: {error}") from error
+                except ServerLostError as of_server:
+                    reason += f"; {of_server}"
+            raise ServerLostError(reason) from error
 
     def check_server(self) -> dict[str, Any]:
         """Return the status of the server if it still has the weights of the last push.
@@ -234,12 +251,14 @@ class WeightSync:
                 connection was given up.
             InferenceServerError: another trainer has taken over the server.
         """
-        status, url = self.client.status(), self.client.base_url
-        if self.connection is None:  # a push has broken; a new connection shows who has the server
+        url = self.client.base_url
+        with self._connecting:
+            status, connection = self.client.status(), self.connection
+        if connection is None:  # a push has broken; a new connection shows who has the server
             raise ServerLostError(f"the connection to the inference server at {url} was given up")
         if status["connection"] is None:
             raise ServerLostError(f"the inference server at {url} started anew")
-        if status["connection"] != self.connection:
+        if status["connection"] != connection:
             raise InferenceServerError(
                 f"another trainer has connected to the server at {url}; give each run a server of "
                 "its own (vllm_server_port)"
