@@ -544,9 +544,7 @@ def test_a_reply_that_the_environment_replaced_is_trained_as_it_was_sampled(
 ):
     """What stands in its place is an observation."""
     said = iter(["so bad", "good", "bad again"])
-    env = load("guarded_tasks", harness=None, **({"id": "user_env"} if user else {}))
-    if not user:
-        env = env.taskset
+    env = load("guarded_tasks", harness=None, id="user_env") if user else load("guarded_tasks")
     (rollout,), requests = play(env, tokenizer, tmp_path, lambda _: next(said), max_seq_len=400)
     assert rollout.error is None, rollout.error
     check_tokens([rollout], requests)
@@ -580,7 +578,7 @@ def test_a_sequence_ends_at_max_seq_len(tokenizer, tmp_path):
     assert rollout.is_truncated
     assert all(len(sample.token_ids) <= 70 for sample in rollout.samples)
     check_tokens([rollout], requests)
-    (failed,), _ = play(env, tokenizer, tmp_path, lambda _: "x", max_seq_len=9)
+    (failed,), _ = play(env, tokenizer, tmp_path, lambda _: "x", max_seq_len=9, max_tokens=5)
     said = "'assistant' got no reply: maximum context length: .* tokens fill max_seq_len=9"
     assert re.search(said, str(failed.error))
 

@@ -2,9 +2,8 @@
 
 import verifiers.v1 as vf
 from small_tasks import SmallConfig, SmallTask, SmallTaskset
-from user_env import UserEnv
 
-__all__ = ["GuardedTaskset", "UserEnv"]
+__all__ = ["GuardedTaskset"]
 
 
 class GuardedTask(SmallTask):
