@@ -5,6 +5,8 @@ import functools
 import math
 
 import numpy as np
+import pandas
+import pyarrow
 import pytest
 import torch
 import verifiers.v1 as vf
@@ -38,7 +40,43 @@ def runner_of(env, tmp_path):
     )
 
 
-@pytest.mark.parametrize("dataset", [ROWS, Dataset.from_list(ROWS), tuple(ROWS)])
+class Polars:
+    """A frame of polars, which we do not install: it iterates over its columns."""
+
+    def __len__(self):
+        return len(ROWS)
+
+    def __getitem__(self, name):
+        return [row[name] for row in ROWS]
+
+    def __iter__(self):
+        return iter([self["prompt"], self["answer"]])
+
+    def to_dicts(self):
+        return ROWS
+
+
+class MapStyle(torch.utils.data.Dataset):
+    def __len__(self):
+        return len(ROWS)
+
+    def __getitem__(self, number):
+        return ROWS[number]
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        ROWS,
+        Dataset.from_list(ROWS),
+        tuple(ROWS),
+        pandas.DataFrame(ROWS, index=[7, 3]),
+        pyarrow.Table.from_pylist(ROWS),
+        Polars(),
+        MapStyle(),
+    ],
+    ids=lambda dataset: type(dataset).__name__,
+)
 def test_a_reward_function_gets_the_columns_that_it_names(dataset, tmp_path):
     env = env_from(dataset, exact)
     assert [task.data.prompt for task in env] == ["2 + 3", "1 + 1"]
@@ -90,7 +128,8 @@ def test_prompts_of_all_kinds_and_a_system_prompt():
     assert (first.data.prompt, first.data.system_prompt) == ("a", "be brief")
     assert second.data.prompt == [vf.UserMessage(content="hi")]
     assert second.row["prompt"] is chat  # the function gets what the dataset has
-    assert env_from(["a", "b"], lambda completion: 1).tasks[1].data.prompt == "b"
+    for texts in (["a", "b"], np.array(["a", "b"]), pandas.Series(["a", "b"], index=[1, 0])):
+        assert env_from(texts, lambda completion: 1).tasks[1].data.prompt == "b"
 
 
 def test_evaluations_may_have_rows_of_their_own(tmp_path):
@@ -123,6 +162,8 @@ def positional(answer, /):
         ([{"prompt": "", "answer": ""}], exact, "row 0: the prompt is empty"),
         ([["a"]], exact, "row 0 is a list"),
         ("abc", exact, "not a str"),
+        ({"a", "b"}, exact, "not a set; .* of a set, a sorted list"),
+        (pandas.DataFrame({"question": ["a"]}), exact, "row 0 has no column 'prompt', only 'quest"),
         (DatasetDict(train=Dataset.from_list(ROWS)), exact, "of a DatasetDict, pass one of its"),
         (Dataset.from_list(ROWS).to_iterable_dataset(), exact, r"pass list\(stream.take\(n\)\)"),
         ([{"prompt": [{"role": "system", "content": "a"}], "answer": ""}], exact, "leave system_p"),

@@ -20,7 +20,13 @@ from tests.troubled_env import QUESTIONS, TroubledEnv
 from verifiers_rl import RLConfig, env_from
 from verifiers_rl.config import ConfigError
 from verifiers_rl.envs import workers
-from verifiers_rl.envs.base import InvalidEnvironmentError, needs_script, pickle_for_worker
+from verifiers_rl.envs.base import (
+    InvalidEnvironmentError,
+    NotPortableError,
+    check_importable,
+    needs_script,
+    pickle_for_worker,
+)
 from verifiers_rl.envs.make import make_runner
 from verifiers_rl.envs.workers import (
     Outbox,
@@ -34,6 +40,7 @@ from verifiers_rl.envs.workers import (
     unpack_group,
 )
 from verifiers_rl.orchestrator import Orchestrator
+from verifiers_rl.process.loop_thread import LoopThread
 from verifiers_rl.requests import Places, Progress
 from verifiers_rl.types import Rollout, Sample
 
@@ -263,19 +270,25 @@ def reward_of_module(completion, answer):
     return float((completion,) == answer)
 
 
+def reward_of_info(completion, answer, info):
+    """9 if the info is that of the last row, as it was given."""
+    return 9.0 if info == {1: completion} else reward_of_module(completion, answer)
+
+
 def test_examples_and_a_reward_function_go_to_a_worker(tokenizer, tmp_path):
     # A task may hold anything that can be pickled; columns that the reward leaves out stay here.
     rows = [
         {"prompt": f"say {word}", "answer": (word,), "unused": object()} for word in ("yes", "no")
     ]
-    env = env_from(rows, reward_of_module)
+    rows[0]["info"], rows[1]["info"] = {}, {1: "yes"}
+    env = env_from(rows, reward_of_info)
 
     async def use(run, runner):
         assert isinstance(only_runner(runner), WorkerEnvironment)
         return [rollout.reward for index in (0, 1) for rollout in await run(index)]
 
     rewards, _ = roll_out(env, tokenizer, tmp_path, use, env_workers="auto")
-    assert rewards == [1.0, 1.0, 0.0, 0.0]
+    assert rewards == [1.0, 1.0, 9.0, 9.0]
 
 
 def test_what_cannot_be_made_again_runs_here_and_one_line_says_why(tokenizer, tmp_path, capfd):
@@ -290,6 +303,70 @@ def test_what_cannot_be_made_again_runs_here_and_one_line_says_why(tokenizer, tm
     args = RLConfig(output_dir=str(tmp_path), env_workers=1)
     with pytest.raises(InvalidEnvironmentError, match=f"env_workers=1: .*{reason}.*env_workers=0"):
         make_runner(env, "http://unused", tokenizer, args)
+    rows = [{"prompt": "a", "answer": answer} for answer in ("x", lambda: "x")]
+    with pytest.raises(InvalidEnvironmentError, match=f"task 1: its parts {reason}"):
+        make_runner(env_from(rows, reward_of_module), "http://unused", tokenizer, args)
+
+
+async def reward_of_code(completion):
+    """A reward that runs code of a model."""
+    match completion:
+        case "await":  # what was cancelled
+            other = asyncio.get_running_loop().create_future()
+            other.cancel()
+            await other
+        case "exit":
+            sys.exit(3)
+        case "cancel":
+            raise asyncio.CancelledError("by the code")
+        case "close":
+            raise GeneratorExit
+        case "interrupt":
+            raise KeyboardInterrupt
+    return 1.0
+
+
+@pytest.mark.parametrize("env_workers", [0, 1])
+def test_rewards_that_end_the_process_or_the_task_cost_their_own_rollouts(
+    tokenizer, tmp_path, env_workers, caplog
+):
+    ends = {
+        "exit": "SystemExit(3)",
+        "cancel": "CancelledError('by the code')",
+        "await": "CancelledError()",
+        "close": "GeneratorExit()",
+        "interrupt": "KeyboardInterrupt()",
+    }
+    said = set()
+
+    def say(prompt):  # the first of each prompt's two rollouts is the code
+        (word,) = [word for word in ends if word in prompt]
+        is_first = word not in said
+        said.add(word)
+        return word if is_first else "fine"
+
+    args = RLConfig(
+        output_dir=str(tmp_path), max_seq_len=200, max_tokens=40, use_cpu=True, batch_size=10,
+        rollouts_per_example=2, env_workers=env_workers, generation_timeout=5.0,
+    )  # fmt: skip
+    server, thread = Server(tokenizer, say), LoopThread("server")
+    listening = serving(server.answer, "/v1/chat/completions/tokens")
+    url = thread.run(listening.__aenter__()).result()
+    runner = make_runner(env_from(list(ends), reward_of_code), url, tokenizer, args)
+    orchestrator = Orchestrator(runner, args, lambda: None)
+    orchestrator.start()
+    try:
+        orchestrator.submit(0, "m", 0)
+        groups = orchestrator.get().groups
+    finally:
+        orchestrator.stop()
+        thread.stop(lambda: listening.__aexit__(None, None, None))
+    assert sorted(group[0].example_id for group in groups) == [0, 1, 2, 3, 4]
+    for group in groups:
+        (error,) = [rollout.error for rollout in group if rollout.error is not None]
+        assert [*ends.values()][group[0].example_id] in str(error)
+        assert {rollout.num_restarts for rollout in group} == {0}
+    assert "another one is started" not in caplog.text
 
 
 SCRIPT = """
@@ -304,6 +381,7 @@ from verifiers_rl import RLConfig, env_from
 from verifiers_rl.envs.make import make_runner
 
 print("imported as", __name__, flush=True)
+sys.path.insert(0, Path("lib"))
 
 def reward(completion):
     return float(os.getpid())
@@ -343,12 +421,12 @@ else:
 """
 
 
-@pytest.mark.parametrize(
-    "guard", ['if __name__ == "__main__":\n    main()', "main()", MAKES_A_TRAINER]
-)
+@pytest.mark.parametrize("guard", ["if '__main__' == __name__: main()", "main()", MAKES_A_TRAINER])
 def test_a_worker_imports_the_script_that_defines_the_environment(tmp_path, guard):
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT + guard)
+    # Python runs all this; a Path in sys.path is without effect.
+    declared = "# coding: latin-1\nNAME = 'gr\u00fc\u00df'\n"
+    script.write_bytes((declared + SCRIPT + guard).encode("latin-1"))
     done = subprocess.run(
         [sys.executable, str(script)],
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{HERE}"},
@@ -455,6 +533,20 @@ def test_only_what_the_script_defines_needs_the_script(monkeypatch):
     code = 'if __name__ == "__main__":\n    main()'  # a task of a dataset of programs
     assert not needs_script(pickle.dumps({"prompt": code}))
     assert pickle.loads(pickle_for_worker({"prompt": code})) == {"prompt": code}
+
+
+def test_a_script_that_multiprocessing_does_not_import_is_not_portable(tmp_path):
+    main = tmp_path / "__main__.py"
+    main.write_text('if __name__ == "__main__":\n    main()')
+    spec = types.SimpleNamespace(name="package.__main__")
+    with pytest.raises(NotPortableError, match="multiprocessing imports no __main__"):
+        check_importable(types.SimpleNamespace(__file__=str(main), __spec__=spec))
+    (tmp_path / "train.py").write_text("main()")
+    spec = types.SimpleNamespace(name="train")  # python -m train
+    with pytest.raises(NotPortableError, match=r"train\.py, which a worker would import, and wh"):
+        check_importable(types.SimpleNamespace(__file__=str(tmp_path / "train.py"), __spec__=spec))
+    with pytest.raises(NotPortableError, match="an interactive session"):
+        check_importable(types.SimpleNamespace())
 
 
 def test_messages_of_one_turn_of_the_loop_are_one_write():

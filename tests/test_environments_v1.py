@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import re
 import resource
 import time
 from dataclasses import replace
@@ -27,8 +28,10 @@ from verifiers_rl.envs.records import text_of
 from verifiers_rl.envs.v1 import V1Environment, samples_from_trace
 from verifiers_rl.envs.v1_client import AssistantMessage, biased_options
 from verifiers_rl.envs.v1_loading import load_v1_environment
+from verifiers_rl.envs.workers import pack_group, unpack_group
 from verifiers_rl.inference.packed_tokens import pack_sampled, unpack_ids
 from verifiers_rl.inference.rollout_client import ServerClient
+from verifiers_rl.report.means import batch_metrics
 from verifiers_rl.requests import Places
 from verifiers_rl.types import Rollout, Sample
 
@@ -513,6 +516,51 @@ def test_each_trained_agent_is_a_rollout_with_a_baseline_of_its_own(tokenizer, t
         assert [r.advantage for r in own] == pytest.approx([r.reward - mean for r in own])
 
 
+def test_a_forfeit_before_the_other_has_a_turn_is_punished(tokenizer, tmp_path):
+    said = iter(["fold", "a", "b", "c"])
+    group, requests = play(
+        load("kuhn_like", harness=None), tokenizer, tmp_path, lambda _: next(said),
+        num_rollouts=2, max_concurrent=1,
+    )  # fmt: skip
+    assert [rollout.error for rollout in group] == [None] * 4
+    check_tokens(group, requests)
+    first = {rollout.role: rollout for rollout in group if abs(rollout.reward) == 9.0}
+    loser, other = first["player0"], first["player1"]
+    assert (other.reward, other.num_turns, other.samples) == (9.0, 0, [])
+    assert (loser.reward, loser.num_turns) == (-9.0, 1)
+    set_advantages(group, of_rewards(center_on_group_mean))
+    assert (loser.advantage, other.advantage) == (-5.0, 5.0)
+    (sample,) = loser.samples
+    assert set(sample.advantages[sample.loss_mask]) == {-5.0}
+    same = unpack_group(*pack_group(group))  # as a worker sends it
+    assert [len(rollout.samples) for rollout in same] == [len(r.samples) for r in group]
+    metrics = batch_metrics([group])
+    assert metrics["broken_turn_share"] == 0.0 and metrics["num_turns"] == 1.0
+
+
+@pytest.mark.parametrize("user", [False, True])
+def test_a_reply_that_the_environment_replaced_is_trained_as_it_was_sampled(
+    tokenizer, tmp_path, user
+):
+    """What stands in its place is an observation."""
+    said = iter(["so bad", "good", "bad again"])
+    env = load("guarded_tasks", harness=None, id="user_env") if user else load("guarded_tasks")
+    (rollout,), requests = play(env, tokenizer, tmp_path, lambda _: next(said), max_seq_len=400)
+    assert rollout.error is None, rollout.error
+    check_tokens([rollout], requests)
+    assert rollout.metrics["guarded"] == (-200.0 if user else -100.0)
+    assert "I must not say that." in rollout.completion and "bad" not in rollout.completion
+    texts = [tokenizer.decode(sample.token_ids) for sample in rollout.samples]
+    trained = [tokenizer.decode(s.token_ids[s.loss_mask]) for s in rollout.samples]
+    assert any("so bad" in text for text in trained) and not any("must" in text for text in trained)
+    if user:
+        assert len(requests) == 3 and len(texts) == 3
+        assert all("I must not say that." in text for text in texts if "good" in text)
+        assert all("so bad" not in text for text in texts if "good" in text)
+    else:
+        assert len(texts) == 1
+
+
 def test_a_group_passes_the_filter_if_one_role_does():
     def rollout(role, reward):
         return Rollout(0, "", role=role, reward=reward)
@@ -530,6 +578,9 @@ def test_a_sequence_ends_at_max_seq_len(tokenizer, tmp_path):
     assert rollout.is_truncated
     assert all(len(sample.token_ids) <= 70 for sample in rollout.samples)
     check_tokens([rollout], requests)
+    (failed,), _ = play(env, tokenizer, tmp_path, lambda _: "x", max_seq_len=9, max_tokens=5)
+    said = "'assistant' got no reply: maximum context length: .* tokens fill max_seq_len=9"
+    assert re.search(said, str(failed.error))
 
 
 def test_overlong_prompts_are_left_out(tokenizer, tmp_path):
@@ -621,7 +672,7 @@ def test_branches_share_their_tokens_and_train_them_once():
     with pytest.raises(ValueError, match="1 sampled tokens but 0 logprobs"):
         samples_from_trace(trace, 9)
     trace.nodes[1].mask = [False, False]
-    with pytest.raises(ValueError, match="rewritten"):
+    with pytest.raises(ValueError, match="0 sampled tokens but 1 logprobs"):
         samples_from_trace(trace, 9)
     assert os.environ["PYTHONPATH"] == str(HERE)
 

@@ -152,7 +152,18 @@ def test_a_python_that_cannot_run_workers_is_one_line_that_says_what_to_install(
     [
         ({"id": "no_such"}, r"'e', in python=.*: .*taskset 'no_such' not found"),
         (3, r"'e': with python=.*, env must be an id or a dict such as .* not int"),
-        ({"id": "small_tasks", "args": {"a": {1}}}, "'e': its table has no form in JSON"),
+        (
+            {"id": "small_tasks", "args": {"a": {1}}},
+            r"'e': env\.args\.a=\{1\} would change in J",
+        ),
+        (
+            {"id": "small_tasks", "args": {"a": [{}, {1: 2}]}},
+            r"the key 1 of env\.args\.a\[1\]",
+        ),
+        (
+            {"id": "small_tasks", "args": {"a": (1, 2)}},
+            r"env\.args\.a=\(1, 2\) would change",
+        ),
     ],
 )
 def test_what_cannot_be_made_there_is_one_error(tmp_path, tokenizer, env, expected):

@@ -2,6 +2,8 @@ import asyncio
 import gc
 import json
 import math
+import re
+import sys
 import threading
 import time
 from functools import partial
@@ -11,10 +13,16 @@ import pytest
 import torch
 
 from tests.helpers import StubRunner, make_samples
-from verifiers_rl.advantages import ADVANTAGES, of_rewards, scale_by_group_mean
+from verifiers_rl.advantages import (
+    ADVANTAGES,
+    center_on_group_mean,
+    of_rewards,
+    scale_by_group_mean,
+)
 from verifiers_rl.data import example_index, order_examples
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.orchestrator import RolloutError
+from verifiers_rl.process.loop_thread import ExitError
 from verifiers_rl.report.means import batch_metrics, evaluation_metrics
 from verifiers_rl.types import Batch, Rollout
 
@@ -120,6 +128,8 @@ def test_advantages_that_an_environment_has_set_are_kept(make_orchestrator):
         (lambda group: [1.0], "returned 1 advantages for 4 rollouts"),
         (lambda group: [float("nan")] * 4, "an advantage is nan"),
         (lambda group: [[1.0]] * 4, "1 advantages for a rollout whose samples have"),
+        (lambda group: [1e300, -1e300, 0.0, 0.0], r"an advantage is 1e\+300; its size must be 1e"),
+        (lambda group: [[3e38] * len(r.samples[0].token_ids) for r in group], "is 3e"),
         (lambda group: ["high"] * 4, "returned what is no number: could not convert string"),
         (lambda group: 1.0, "returned what is no number: 'float' object is not iterable"),
     ],
@@ -517,6 +527,40 @@ def test_rewards_that_the_advantage_cannot_take_end_training_with_the_reason(mak
     orchestrator.submit(0, "policy", 0)
     with pytest.raises(RolloutError, match="needs rewards >= 0, got -1"):
         orchestrator.get()
+
+
+def test_what_ends_a_process_in_code_of_a_user_is_an_error_of_the_batch(make_orchestrator):
+    def leave(group):
+        sys.exit(3)
+
+    orchestrator = make_orchestrator(StubRunner(), advantage_fn=leave)
+    for error in (leave, asyncio.CancelledError(), GeneratorExit(), KeyboardInterrupt()):
+        if error is not leave:
+            orchestrator.advantage_fn = of_rewards(center_on_group_mean)
+            orchestrator.env.outcome = lambda index, i, error=error: error
+        orchestrator.submit(0, "policy", 0)
+        said = "SystemExit(3)" if error is leave else repr(error)
+        with pytest.raises(ExitError, match=re.escape(f"code of the environment raised {said}")):
+            orchestrator.get()
+        orchestrator.discard()
+
+
+def test_rollouts_of_which_none_has_a_token_are_no_batch(make_orchestrator):
+    class Silent(StubRunner):
+        async def run_group(self, request):
+            group = await super().run_group(request)
+            for rollout in group[self.num_speaking :]:
+                rollout.samples, rollout.num_turns = [], 0
+            return group
+
+    runner = Silent()
+    runner.num_speaking = 1
+    batch = one_step(make_orchestrator(runner))
+    assert len(batch.rollouts) == 8 and len(batch.samples) == 2
+    assert [rollout.advantage for rollout in batch.rollouts] == [-1.5, -0.5, 0.5, 1.5] * 2
+    runner.num_speaking = 0
+    with pytest.raises(RolloutError, match="no agent took a turn in any rollout"):
+        one_step(make_orchestrator(runner))
 
 
 # --- Filters --------------------------------------------------------------------------------------

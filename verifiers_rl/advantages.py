@@ -7,7 +7,6 @@ are zero. `RLTrainer(advantage_fn=...)` takes an `AdvantageFn`, which sees the r
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from verifiers_rl.data import group_by_role
-from verifiers_rl.types import Rollout
+from verifiers_rl.types import LARGEST_REWARD, Rollout
 
 # Takes the surviving rollouts of one group (and of one agent, if an episode has several). Returns
 # for each rollout a number, or (for process rewards) a sequence with a number for each token of its
@@ -28,7 +27,8 @@ def as_numbers(advantages: Any, num_rollouts: int) -> list[np.ndarray]:
     """What an `AdvantageFn` returned, as arrays: () or (tokens,) float64 for each rollout.
 
     Raises:
-        ValueError: not one number, or one sequence of numbers, for each rollout.
+        ValueError: not one number, or one sequence of numbers, for each rollout; or one is NaN or
+            too large.
     """
     try:
         numbers = [np.asarray(advantage, dtype=np.float64) for advantage in advantages]
@@ -38,7 +38,16 @@ def as_numbers(advantages: Any, num_rollouts: int) -> list[np.ndarray]:
         raise ValueError(
             f"advantage_fn returned {len(numbers)} advantages for {num_rollouts} rollouts"
         )
+    for number in numbers:
+        check_size(number)
     return numbers
+
+
+def check_size(advantage: float | np.ndarray) -> None:
+    """Raise ValueError if an advantage, or that of a token, is NaN or too large for float32."""
+    size = np.abs(advantage).max(initial=0.0)
+    if not size <= LARGEST_REWARD:  # NaN is not, either
+        raise ValueError(f"an advantage is {size:g}; its size must be {LARGEST_REWARD:g} at most")
 
 
 def of_rewards(function: Callable[[Tensor], Tensor]) -> AdvantageFn:
@@ -117,7 +126,7 @@ def set_advantages(
             `zero_truncated_completions`.
 
     Raises:
-        ValueError: `advantage_fn` breaks its contract, or an advantage is not finite.
+        ValueError: `advantage_fn` breaks its contract, or an advantage is NaN or too large.
     """
     for survivors in group_by_role(group):
         for rollout in survivors:
@@ -134,5 +143,5 @@ def set_advantages(
             if rollout.added_advantages is not None:
                 own = np.concatenate([sample.advantages for sample in rollout.samples])
                 rollout.set_advantage(own + rollout.added_advantages)
-        if wrong := [r.advantage for r in survivors if not math.isfinite(r.advantage)]:
-            raise ValueError(f"an advantage is {wrong[0]}")
+        for rollout in survivors:
+            check_size(rollout.advantage)

@@ -221,12 +221,18 @@ class Orchestrator:
                 self.group_filter,
             )
         rollouts = [rollout for group in passing for rollout in group if rollout.error is None]
-        if not rollouts:  # show people those that did not pass; no step is taken
-            rollouts = [r for group in groups for r in group if r.error is None]
+        if not any(rollout.samples for rollout in rollouts):
+            # Show people those that did not pass; no step is taken.
+            rollouts = [r for group in groups for r in group if r.error is None and r.samples]
             rollouts = rollouts[: self.args.batch_size]
             for rollout in rollouts:
                 rollout.leave_out_of_loss()
         samples = [sample for rollout in rollouts for sample in rollout.samples]
+        if not samples:
+            raise RolloutError(
+                "no agent took a turn in any rollout that did not fail, so there is no token to "
+                "train on: does the environment end its episodes before the first turn?"
+            )
         metrics = batch_metrics(groups) | {"num_samples": float(len(samples))}
         metrics["filtered_share"] = 1 - len(passing) / len(groups)
         metrics["generation_s"] = asyncio.get_running_loop().time() - start

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 # Seconds that an environment may take to start. A longer generation_timeout takes its place.
 LOAD_S = 300.0
 Split = Literal["train", "eval"]
+# Of rewards and advantages. The loss and its gradient have float32, in which the squares of larger
+# ones, summed up over a batch, are no numbers.
+LARGEST_REWARD = 1e15
 MAX_MASK = 1024  # tokens that a sampling mask has at one position
 # The extras of a token that this library itself fills and reads.
 ROUTED_EXPERTS = "routed_experts"
@@ -211,7 +214,8 @@ class Rollout:
         completion: what was answered, as text, for people.
         reward: the environment's score; NaN when `error` is set.
         metrics: the environment's other scores by name.
-        samples: its token sequences; several when a turn did not extend the tokens before it.
+        samples: its token sequences; several when a turn did not extend the tokens before it, none
+            when the agent took no turn.
         num_turns: model calls.
         is_truncated: a length limit cut a turn.
         generation_s: seconds from the first request to the last reply.

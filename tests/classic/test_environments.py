@@ -20,6 +20,7 @@ from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
 from verifiers_rl.envs.classic import ClassicEnvironment, samples_from_trajectory
 from verifiers_rl.envs.made_there import make_environment
 from verifiers_rl.inference.packed_tokens import pack_sampled, unpack_ids
+from verifiers_rl.process.loop_thread import contain_tasks
 from verifiers_rl.requests import GroupRequest, Places
 
 
@@ -142,6 +143,7 @@ def run_group(env, reply, num_rollouts=3, **options):
 
     async def run():
         timeout_s = options.get("timeout_s", 600.0)
+        contain_tasks(asyncio.get_running_loop())  # as a worker does
         request = GroupRequest("train", 1, num_rollouts, "m", 2, {"n": 1}, Places(8), timeout_s)
         return await runner.run_group(request)
 
@@ -193,6 +195,20 @@ def test_a_reward_function_that_raises_costs_its_rollout_instead_of_scoring_zero
 
     rollouts, _ = run_group(make_env(reward), say_ok)
     assert all(isinstance(r.error, KeyError) for r in rollouts)
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError(), GeneratorExit()])
+def test_a_reward_function_that_ends_the_process_or_the_task_costs_its_rollout(error):
+    count = iter(range(3))
+
+    def reward(completion) -> float:
+        if next(count) == 1:
+            raise error
+        return 1.0
+
+    rollouts, _ = run_group(make_env(reward), say_ok)
+    errors = [rollout.error for rollout in rollouts if rollout.error is not None]
+    assert [str(found) for found in errors] == [f"code of the environment raised {error!r}"]
 
 
 def test_reward_functions_keep_their_arguments():

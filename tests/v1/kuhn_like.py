@@ -1,5 +1,5 @@
 """Of the shape of verifiers' kuhn_poker: two agents play against each other, on tasks without end
-that have no prompt of their own.
+that have no prompt of their own. Who says "fold" forfeits, also before the other has had a turn.
 """
 
 import itertools
@@ -39,8 +39,10 @@ class DuelEnv(vf.Env[DuelEnvConfig]):
             bids = []
             for at, player in enumerate((first, second, first)):
                 segment = await player.turn(f"bid {at}, after {bids[-1:]}")
+                if segment.last_reply == "fold":
+                    break
                 bids.append(0 if segment.terminated else len(segment.last_reply))
-        gain = float(bids[0] + bids[2] > bids[1])
+        gain = float(bids[0] + bids[2] > bids[1]) if len(bids) == 3 else -9.0
         first.trace.record_reward("payoff", gain)
         second.trace.record_reward("payoff", -gain)
 

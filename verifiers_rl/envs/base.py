@@ -10,13 +10,13 @@ make.py     chooses the kind for what a user passes as `env`, and mixes several
 
 from __future__ import annotations
 
+import ast
 import importlib
 import logging
 import math
 import os
 import pickle
 import pickletools
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from verifiers_rl.requests import EnvRunner, GroupScorer
-from verifiers_rl.types import Split
+from verifiers_rl.types import LARGEST_REWARD, Split
 
 logger = logging.getLogger(__name__)
 # For errors. A classic environment gets the last verifiers that has those, and what works with it.
@@ -74,14 +74,19 @@ def check_importable(script: Any) -> None:
     """Raise NotPortableError if the module of the script that runs cannot be imported in another
     process.
     """
-    if getattr(script, "__spec__", None) is not None:
-        return  # python -m package.module
     path = Path(getattr(script, "__file__", None) or "")
     if not path.is_file():
         raise NotPortableError(
             "parts of it are defined in an interactive session, which a worker cannot import"
         )
-    if not re.search(r"^if __name__ == ['\"]__main__['\"]:", path.read_text(), re.MULTILINE):
+    if path.name == "__main__.py":
+        raise NotPortableError(
+            f"parts of it are defined in {path}, and multiprocessing imports no __main__.py; move "
+            "them into another module of the package"
+        )
+    # Python reads bytes as it reads a script: in the encoding that the script declares.
+    tests = [part.test for part in ast.parse(path.read_bytes()).body if isinstance(part, ast.If)]
+    if not any("__name__" in ast.unparse(test) for test in tests):
         raise NotPortableError(
             f"parts of it are defined in {path.name}, which a worker would import, and which "
             'lacks `if __name__ == "__main__":` around what starts the training'
@@ -132,9 +137,12 @@ def versions_of_tokens(spans: Sequence[tuple[int, int]], num_tokens: int) -> np.
 
 
 def finite_reward(reward: Any) -> float:
-    """Return a reward as a number. Raises ValueError if it is NaN or infinite."""
-    if not math.isfinite(number := float(reward)):
-        raise ValueError(f"the environment's reward is {number}")
+    """Return a reward as a number. Raises ValueError if it is NaN, infinite or too large."""
+    if not abs(number := float(reward)) <= LARGEST_REWARD:  # NaN is not, either
+        raise ValueError(
+            f"the environment's reward is {number:g}; it must be a number from "
+            f"{-LARGEST_REWARD:g} to {LARGEST_REWARD:g}"
+        )
     return number
 
 

@@ -46,6 +46,7 @@ from verifiers_rl.inference import (
     allowed_tokens,
 )
 from verifiers_rl.process.limits import FILES_OF_ROLLOUT, raise_open_files
+from verifiers_rl.process.loop_thread import run_contained
 from verifiers_rl.requests import GroupRequest
 from verifiers_rl.types import (
     ALLOWED_TOKENS,
@@ -238,7 +239,8 @@ class ClassicEnvironment:
         start = time.monotonic()
         try:
             async with session.limited(request.timeout_s):
-                state = await self.env.rollout(row, client, request.model, options)
+                playing = self.env.rollout(row, client, request.model, options)
+                state = await run_contained(playing)
             rollout.state, rollout.generation_s = state, time.monotonic() - start
             if state.get("timed_out"):
                 raise TimeoutError(
@@ -255,10 +257,11 @@ class ClassicEnvironment:
         """
         masks_env = self.options.mask_env_responses
         samples = samples_from_trajectory(state["trajectory"], policy_version, masks_env)
-        if not any((sample.policy_versions >= 0).any() for sample in samples):
+        has_sampled = any((sample.policy_versions >= 0).any() for sample in samples)
+        # If it just took no turn, it has no sample, and its reward counts.
+        if not has_sampled and (samples or state.get("prompt_too_long")):
             raise ValueError(
-                "no token was sampled: the prompt and max_tokens exceed the server's "
-                "max_model_len, or the environment took no turn"
+                "no token was sampled: the prompt and max_tokens exceed the server's max_model_len"
             )
         rollout.samples, rollout.reward = samples, finite_reward(state["reward"])
         rollout.completion = text_of(state["completion"])
@@ -276,7 +279,10 @@ def _keep_reward_errors(rubric: Any) -> None:
 
     async def call_group(func: Any, states: list[Any]) -> list[float]:
         try:
-            return await maybe_call_with_named_args(func, **rubric.group_score_objects(states))
+            objects = rubric.group_score_objects(states)
+            called = maybe_call_with_named_args(func, **objects)
+            scores: list[float] = await run_contained(called)
+            return scores
         except Exception as error:  # whatever the function raises
             for state in states:
                 state["error"] = error
@@ -284,7 +290,8 @@ def _keep_reward_errors(rubric: Any) -> None:
 
     async def call_one(func: Any, state: Any) -> float:
         try:
-            return float(await maybe_call_with_named_args(func, **rubric.score_objects(state)))
+            objects = rubric.score_objects(state)
+            return float(await run_contained(maybe_call_with_named_args(func, **objects)))
         except Exception as error:  # whatever the function raises
             state["error"] = error
             return 0.0

@@ -93,8 +93,8 @@ def env_from(
     """Make an environment of one turn, as a taskset of `verifiers.v1`.
 
     Args:
-        dataset: a list of dicts or a `datasets.Dataset`, whose column `prompt` holds strings or
-            lists of messages; or a list of prompts as strings.
+        dataset: a list of dicts, a `datasets.Dataset` or a frame (pandas, polars, pyarrow), whose
+            column `prompt` holds strings or lists of messages; or a list of prompts as strings.
         reward_fn: returns the reward of one reply. It gets what its parameters name: `completion`,
             the reply as text; `prompt`; any other column of the dataset; `**kwargs` gets all of
             these. It runs in a rollout worker (`env_workers`) if it is defined in a module, or in a
@@ -119,14 +119,23 @@ def env_from(
 
 
 def _examples_of(dataset: Any, name: str) -> list[Mapping[str, Any]]:
-    is_listed = hasattr(dataset, "__len__") and hasattr(dataset, "__iter__")
+    is_listed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")  # in an order
     if isinstance(dataset, str | Mapping) or not is_listed:
         raise InvalidEnvironmentError(
-            f"env_from: {name} must be a list of dicts, a datasets.Dataset or a list of strings, "
-            f"not a {type(dataset).__name__}; of a DatasetDict, pass one of its splits, "
-            f"{name}[...]; of a stream, pass list(stream.take(n))"
+            f"env_from: {name} must be a list of dicts, a datasets.Dataset, a frame or a list of "
+            f"strings, not a {type(dataset).__name__}; of a DatasetDict, pass one of its splits, "
+            f"{name}[...]; of a stream, pass list(stream.take(n)); of a set, a sorted list"
         )
-    rows = [{"prompt": row} if isinstance(row, str) else row for row in dataset]
+    records = dataset
+    if hasattr(dataset, "to_pylist"):  # of pyarrow
+        records = dataset.to_pylist()
+    elif hasattr(dataset, "to_dicts"):  # of polars
+        records = dataset.to_dicts()
+    elif hasattr(dataset, "iterrows"):  # of pandas
+        records = dataset.to_dict("records")
+    elif not hasattr(dataset, "__iter__"):  # of torch
+        records = [dataset[number] for number in range(len(dataset))]
+    rows = [{"prompt": row} if isinstance(row, str) else row for row in records]
     if not rows:
         raise InvalidEnvironmentError(f"env_from: {name} is empty")
     for number, row in enumerate(rows):

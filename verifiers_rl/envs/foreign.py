@@ -23,6 +23,7 @@ from typing import Any
 
 from verifiers_rl.envs.base import HOW_TO_MAKE_PYTHON, InvalidEnvironmentError, RunnerOptions
 from verifiers_rl.envs.workers import Worker, clean_environment
+from verifiers_rl.json_text import changed_by_json
 from verifiers_rl.process.loop_thread import LoopThread
 from verifiers_rl.types import Split
 
@@ -80,6 +81,12 @@ class ForeignEnvironment:
         folders: Sequence[Path] = (),
     ) -> None:
         check_python(python)
+        if found := changed_by_json(table, "env"):
+            raise InvalidEnvironmentError(
+                f"environment {options.name!r}: {found} would change in JSON, in which it goes to "
+                "another Python; let keys be texts, and values lists, dicts, texts, numbers, "
+                "True, False or None"
+            )
         self.name, self.weights = options.name, [1.0]
         tokenizer = ""
         if options.tokenizer is not None:
@@ -96,10 +103,6 @@ class ForeignEnvironment:
         thread, worker = LoopThread("describing"), Worker([self._recipe], options.timeout_s, python)
         try:
             (facts,) = thread.run(worker.open()).result()
-        except TypeError as error:
-            raise InvalidEnvironmentError(
-                f"environment {self.name!r}: its table has no form in JSON: {error}"
-            ) from error
         finally:
             thread.stop(worker.close)
         self._sizes: dict[Split, list[int]] = facts["sizes"]

@@ -53,7 +53,8 @@ class PlayedEnvironment(V1Environment):
         self._template = sampling.get("chat_template_kwargs")
 
     async def play(self, split: Split, number: int) -> list[tuple[dict[str, Any], bool]]:
-        """Play a task once. Return for each trained agent a row, and whether a length limit cut it.
+        """Play a task once. Return for each trained agent that took a turn a row, and whether a
+        length limit cut it.
 
         Raises:
             Exception: whatever the environment's own code raises.
@@ -61,13 +62,14 @@ class PlayedEnvironment(V1Environment):
         slot = self.slot_of(await self.task(split, number))
         async with asyncio.timeout(self.options.timeout_s):
             episode = await self.env.run_slot(slot, self._context)
-        return [self._row(trace, number) for trace in trained_traces(episode)]
+        rows = [self._row(trace, number) for trace in trained_traces(episode)]
+        return [row for row in rows if row is not None]
 
-    def _row(self, trace: Any, number: int) -> tuple[dict[str, Any], bool]:
+    def _row(self, trace: Any, number: int) -> tuple[dict[str, Any], bool] | None:
         nodes = trace.branches[-1].nodes if trace.branches else []
         sampled = [place for place, node in enumerate(nodes) if node.sampled]
         if not sampled:
-            raise ValueError("the agent took no turn")
+            return None
         # What follows the last reply, such as an answer of the environment, teaches nothing.
         messages = [message_of(node.message) for node in nodes[: sampled[-1] + 1]]
         prompt, completion = messages[: sampled[0]], messages[sampled[0] :]

@@ -17,17 +17,19 @@ import itertools
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import verifiers.v1 as vf
+from verifiers.v1.graph import prepare_turn
 
 from verifiers_rl.envs import v1_changes as v1_changes
 from verifiers_rl.envs.base import (
     InvalidEnvironmentError,
+    NotPortableError,
     RunnerOptions,
     add_folders,
     check_logprobs,
@@ -38,7 +40,7 @@ from verifiers_rl.envs.base import (
 from verifiers_rl.envs.records import record_of_trace, text_of, versions_of_reply
 from verifiers_rl.envs.rendering import Renderer
 from verifiers_rl.envs.tools import open_shared, with_local_urls
-from verifiers_rl.envs.v1_client import TokenClientConfig
+from verifiers_rl.envs.v1_client import Said, TokenClientConfig
 from verifiers_rl.envs.v1_loading import (
     TaskStream,
     check_tool_servers,
@@ -51,6 +53,7 @@ from verifiers_rl.envs.v1_loading import (
 )
 from verifiers_rl.inference import RolloutSession, allowed_tokens
 from verifiers_rl.process.limits import FILES_OF_ROLLOUT, raise_open_files
+from verifiers_rl.process.loop_thread import run_contained
 from verifiers_rl.requests import GroupRequest
 from verifiers_rl.types import ALLOWED_TOKENS, LOAD_S, ROUTED_EXPERTS, Rollout, Sample, Split
 
@@ -197,8 +200,14 @@ class V1Environment:
         return task.data.model_dump() | dict(getattr(task, "row", {}))
 
     def recipe(self) -> Callable[[], V1Environment]:
-        for task in (self._tasks[0], *self._eval_tasks[:1]):
-            pickle_for_worker(task)
+        tasks = [self._tasks[0]] if isinstance(self._tasks, TaskStream) else self._tasks
+        if self._eval_tasks is not self._tasks:
+            tasks = tasks + self._eval_tasks
+        for task in tasks:
+            try:
+                pickle_for_worker(task)
+            except NotPortableError as error:
+                raise NotPortableError(f"task {task.data.idx}: {error}") from error
         if self._given is self.taskset:
             return partial(V1Environment, without_tasks(self.taskset), self.options, False)
         return partial(_make_again, type(self._given), self._given.config, self.options)
@@ -215,25 +224,21 @@ class V1Environment:
         self._stopping = asyncio.Event()
 
         async def serve() -> None:  # the task that opens a context must also close it
-            try:
-                async with open_shared(self.env.taskset), self.env.serving():
-                    if not is_up.done():  # nobody waits for it any more
-                        is_up.set_result(None)
-                    await self._stopping.wait()
-            except Exception as error:
-                if is_up.done():
-                    raise
-                is_up.set_exception(error)
+            async with open_shared(self.env.taskset), self.env.serving():
+                is_up.set_result(None)
+                await self._stopping.wait()
 
-        self._serving = asyncio.create_task(serve())
+        self._serving = serving = asyncio.create_task(serve())
         deadline_s = max(self.options.timeout_s, LOAD_S)
-        try:
-            await asyncio.wait_for(is_up, deadline_s)
-        except TimeoutError as error:
+        awaited = {is_up, serving}
+        await asyncio.wait(awaited, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            await serving  # raises why it is not up
+        if not is_up.done():
             raise InvalidEnvironmentError(
                 f"environment {self.name!r}: not ready within {deadline_s:g} s; raise "
                 "generation_timeout"
-            ) from error
+            )
 
     async def close(self) -> None:
         if self._serving is not None:
@@ -260,11 +265,15 @@ class V1Environment:
         try:
             async with session.limited(request.timeout_s):
                 context = vf.ModelContext(model=request.model, client=client)
-                traces = trained_traces(await self.env.run_slot(slot, context))
+                episode = await run_contained(self.env.run_slot(slot, context))
+                traces = trained_traces(episode)
             for trace in traces:
                 client.check(trace, is_trained=request.split == "train")
             masks_env = self.options.mask_env_responses
-            return [rollout_of_trace(trace, version, masks_env) for trace in traces]
+            return [
+                rollout_of_trace(trace, version, masks_env, client.said_in(trace))
+                for trace in traces
+            ]
         except Exception as error:  # whatever the environment's own code raises
             failed = Rollout(0, task.data.prompt_text, error=error)
             if slot.traces:
@@ -282,10 +291,11 @@ def _make_again(kind: type[vf.Env], config: vf.EnvConfig, options: RunnerOptions
 
 
 def trained_traces(episode: vf.Episode) -> list[vf.Trace]:
-    """Return the traces of an episode whose agents are trained.
+    """Return the traces of an episode whose agents are trained. One may have no turn, as after the
+    forfeit of another agent; then it has no sample, and its reward counts.
 
     Raises:
-        EpisodeError: it failed, or there are none.
+        EpisodeError: it failed, or there are none, or one has no turn because its calls failed.
     """
     if not episode.ok:
         # A retried trace also has the errors of its earlier attempts, so the last one counts.
@@ -304,18 +314,30 @@ def trained_traces(episode: vf.Episode) -> list[vf.Trace]:
     traces = [trace for trace in episode.traces if trace.agent.trainable]
     if not traces:
         raise EpisodeError("no agent of the episode is trainable")
+    for trace in traces:
+        failures = [call.error.message for call in trace.calls if call.error is not None]
+        if failures and not trace.num_turns:
+            raise EpisodeError(f"the agent {trace.agent.name!r} got no reply: {failures[-1]}")
     return traces
 
 
 # --- From a trace to a rollout --------------------------------------------------------------------
 
 
-def rollout_of_trace(trace: Any, policy_version: int, mask_env_responses: bool = True) -> Rollout:
+def rollout_of_trace(
+    trace: Any,
+    policy_version: int,
+    mask_env_responses: bool = True,
+    said: Sequence[Said] = (),
+) -> Rollout:
     """Make the rollout of a trace whose agent's tokens are trained.
 
     Args:
         policy_version: version of replies that do not say which policy sampled them.
         mask_env_responses: leave tokens that the environment put between turns out of the loss.
+        said: all replies of the policy. Where the environment has put another one in the place of
+            one of these (`@vf.intercept`), the trace has the other one, which is an observation;
+            the one that was sampled is trained on, in a sample that ends with it.
 
     Raises:
         ValueError: the trace cannot be trained on.
@@ -331,21 +353,33 @@ def rollout_of_trace(trace: Any, policy_version: int, mask_env_responses: bool =
         role=trace.agent.name,
         reward=finite_reward(trace.reward),
         metrics={name: float(value) for name, value in scores.items()},
-        samples=samples_from_trace(trace, policy_version, mask_env_responses),
         num_turns=trace.num_turns,
         is_truncated=is_cut(trace),
         generation_s=trace.timing.agent.duration,
         record=record_of_trace(trace, policy_version),
     )
+    restore_replaced(trace, said)  # after the record, because people read what was answered
+    rollout.samples = samples_from_trace(trace, policy_version, mask_env_responses)
     trained = [branch for branch in trace.branches if branch.trainable]
     rollout.has_own_advantages = any(branch.advantages is not None for branch in trained)
     if rollout.has_own_advantages and rollout.samples:
         rollout.set_advantage(np.concatenate([s.advantages for s in rollout.samples]))
-    if not rollout.num_sampled_tokens:
-        raise ValueError(
-            "no token was sampled: the prompt fills max_seq_len, or the agent took no turn"
-        )
     return rollout
+
+
+def restore_replaced(trace: Any, said: Sequence[Said]) -> None:
+    """Add to a trace, as branches, the replies in whose place the environment has put others.
+
+    Args:
+        said: see `rollout_of_trace`.
+    """
+    # What they answered. A reply that came when the rollout had ended has none in its place.
+    replaced = [node.parent for node in trace.nodes if node.sampled and not len(node.token_ids)]
+    answered = [trace.nodes[parent].message for parent in replaced]
+    kept = {id(node.message) for node in trace.nodes if answered}
+    for messages, tools, response in said if answered else ():
+        if id(response.message) not in kept and messages[-1] in answered:
+            prepare_turn(trace, messages, tools).commit(response)
 
 
 def is_cut(trace: Any) -> bool:
@@ -368,8 +402,7 @@ def samples_from_trace(
         policy_version, mask_env_responses: see `rollout_of_trace`.
 
     Raises:
-        ValueError: a reply has lost its tokens (an interceptor rewrote it), or its logprobs are no
-            numbers.
+        ValueError: the logprobs of a reply are no numbers, or not as many as its tokens.
     """
     trained: set[int] = set()  # nodes, by id
     samples = []
@@ -379,8 +412,6 @@ def samples_from_trace(
         versions = [np.zeros(0, np.int32)]  # of each reply's tokens
         for node in branch.nodes:
             num_sampled = int(np.count_nonzero(node.mask))
-            if node.sampled and not num_sampled:
-                raise ValueError("a reply was rewritten; its tokens are not those sampled")
             if len(node.logprobs) != num_sampled:
                 raise ValueError(f"{num_sampled} sampled tokens but {len(node.logprobs)} logprobs")
             spans = versions_of_reply(node.message, policy_version)

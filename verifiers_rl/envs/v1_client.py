@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from base64 import b64encode
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import openai
 import verifiers.v1 as vf
@@ -43,6 +43,14 @@ def biased_options(request: Mapping[str, Any], of_run: Mapping[str, Any]) -> lis
     return [name for name, value in given if value not in (*_NEUTRAL, of_run.get(name))]
 
 
+class Said(NamedTuple):
+    """A reply of the policy, and what it was asked."""
+
+    messages: list[Any]
+    tools: list[Any]
+    response: vf.Response
+
+
 class TokenClientConfig(vf.TrainClientConfig):
     """Names our client to verifiers. Each episode has one of its own, by which a model call finds
     what its tokens depend on. verifiers takes them for equal, so they share one `TokenClient`.
@@ -51,6 +59,7 @@ class TokenClientConfig(vf.TrainClientConfig):
     _runner: V1Environment = PrivateAttr()
     _sampling: dict[str, Any] = PrivateAttr()  # options of the run, without extra_body
     _session: RolloutSession = PrivateAttr()
+    _said: dict[str, list[Said]] = PrivateAttr(default_factory=dict)  # by the id of its trace
 
     @classmethod
     def of_episode(
@@ -72,6 +81,12 @@ class TokenClientConfig(vf.TrainClientConfig):
                     "than the trainer's softmax; importance ratios will be off, watch mismatch_kl",
                     *(self._runner.name, agent, name, request[name]),
                 )
+
+    def said_in(self, trace: vf.Trace) -> list[Said]:
+        """Return all that the policy has said in a trace, also what the environment has put other
+        replies in the place of.
+        """
+        return self._said.get(trace.id, [])
 
     def check(self, trace: vf.Trace, is_trained: bool) -> None:
         """Raise ValueError if a trace's tokens are not of the run's model and temperature. Nothing
@@ -164,6 +179,8 @@ class TokenClient(vf.Client):
             **dict(response.message), policy_versions=reply.policy_versions
         )
         response.tokens = _turn_tokens(prompt_ids, reply)
+        said = Said(turn.prompt, turn.tools, response)
+        episode._said.setdefault(turn.trace.id, []).append(said)
         return response
 
     async def close(self) -> None:

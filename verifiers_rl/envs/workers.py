@@ -55,6 +55,7 @@ from verifiers_rl.envs.base import (
 )
 from verifiers_rl.inference import RolloutSession, ServerLostError, SessionLostError
 from verifiers_rl.process import parent as parent_of_worker
+from verifiers_rl.process.loop_thread import contain_tasks, run_contained
 from verifiers_rl.requests import GroupRequest
 from verifiers_rl.types import LOAD_S, Rollout, columns_of, join_samples, split_samples
 
@@ -507,6 +508,9 @@ def start_process(
     if any(recipe.get("script") for recipe in recipes):
         names += ["init_main_from_path", "init_main_from_name"]
     ours = {} if python else multiprocessing.spawn.get_preparation_data("rollout worker")
+    if ours:  # a script may have put something else there, such as a Path, which imports ignore
+        ours["sys_path"] = [folder for folder in ours["sys_path"] if isinstance(folder, str)]
+        ours["sys_argv"] = [*map(str, ours["sys_argv"])]
     setup = {
         "recipes": recipes,
         "process": {name: ours[name] for name in names if name in ours},
@@ -601,6 +605,7 @@ def main(descriptor: int, parent: int, make_environment: Callable[[Any], Any]) -
 
 async def _serve(connection: socket.socket, runners: list[Any], setup: dict[str, Any]) -> None:
     """Run groups until the connection ends."""
+    contain_tasks(asyncio.get_running_loop())
     reader, writer = await asyncio.open_connection(sock=connection)
     outbox = Outbox(writer)
 
@@ -625,12 +630,14 @@ async def _serve(connection: socket.socket, runners: list[Any], setup: dict[str,
     running: dict[int, tuple[asyncio.Task[None], _Places]] = {}
     is_alive = asyncio.create_task(_say_alive(send, setup["alive_s"], setup["blocked_s"]))
 
+    async def play(runner: Any, request: GroupRequest, task: bytes) -> list[Rollout]:
+        if task:
+            return await runner.run_task(pickle.loads(task), request)
+        return await runner.run_group(request)  # the environment has its examples here
+
     async def run(number: int, runner: Any, request: GroupRequest, task: bytes) -> None:
         try:
-            if task:
-                group = await runner.run_task(pickle.loads(task), request)
-            else:  # the environment has its examples here
-                group = await runner.run_group(request)
+            group = await run_contained(play(runner, request, task))
             packed, content = pack_group(group)
             outbox.send({"group": number, **packed}, content)
         except Exception as error:  # sent, so that the trainer does not wait forever

@@ -55,8 +55,9 @@ def _of_batch(groups: Groups) -> dict[str, float]:
         all(len({rollout.reward for rollout in role}) == 1 for role in roles)
         for roles in roles_of_groups
     ]
-    num_later_turns = sum(rollout.num_turns - 1 for rollout in survivors)
-    num_breaks = sum(len(rollout.samples) - 1 for rollout in survivors)
+    spoke = [rollout for rollout in survivors if rollout.samples]  # the others took no turn
+    num_later_turns = sum(rollout.num_turns - 1 for rollout in spoke)
+    num_breaks = sum(len(rollout.samples) - 1 for rollout in spoke)
     rewards = [r.reward for r in survivors]
     values: dict[str, Sequence[float]] = {
         "reward": rewards,

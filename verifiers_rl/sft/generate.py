@@ -18,6 +18,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,6 +39,7 @@ from verifiers_rl.cli.plan import (
 from verifiers_rl.cli.supervise import LOGS, ThisMachine, supervise
 from verifiers_rl.data import ENDLESS, describe_error
 from verifiers_rl.inference.client import InferenceClient, InferenceServerError, generation_key
+from verifiers_rl.process.loop_thread import LoopThread
 from verifiers_rl.types import Split
 
 if TYPE_CHECKING:
@@ -119,7 +121,12 @@ def generate(argv: list[str]) -> int:
         make_importable(config.folders)
         env = config.load_envs(with_teachers=False)
         players = make_players(env, args, _endpoint(options, args), options.split)
-        asyncio.run(_write(options, args.max_concurrent, players))
+        # Not in this thread, where a signal would raise its SystemExit in a task.
+        thread = LoopThread("generating")
+        try:
+            thread.run(_write(options, args.max_concurrent, players)).result()
+        finally:
+            thread.stop(partial(asyncio.sleep, 0))
     except (GenerationError, InferenceServerError, InvalidEnvironmentError) as error:
         fail(error, "vf-rl generate")
     except KeyboardInterrupt:
