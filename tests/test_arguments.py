@@ -57,6 +57,12 @@ def test_an_argument_that_cannot_work_is_refused_at_once(args, options, message)
         )
 
 
+def test_a_variable_that_changes_the_numbers_of_a_step_is_refused(args, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(ConfigError, match="ACCELERATE_MIXED_PRECISION=bf16 in the environment"):
+        RLTrainer("a/model", "an env", args)
+
+
 def test_arguments_of_another_trainer_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="expected an RLConfig, got TrainingArguments"):
         RLTrainer("model", None, TrainingArguments(str(tmp_path), use_cpu=True))

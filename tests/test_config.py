@@ -10,7 +10,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from tests.helpers import check_lines
-from verifiers_rl.config import ConfigError, RLConfig
+from verifiers_rl.config import ConfigError, RLConfig, check_variables
 
 
 def make(**options):
@@ -69,6 +69,12 @@ WRONG = [
     {"vllm_server_host": "http://localhost"},
     {"vllm_server_host": "localhost:8000"},
     {"output_dir": ""},
+    {"output_dir": "a\0b"},
+    {"output_dir": "a/" + "ä" * 128},
+    {"output_dir": "\ud83d"},
+    {"run_name": "../../x"},
+    {"run_name": "a/.."},
+    {"run_name": "a\0b"},
     {"gradient_checkpointing_kwargs": "{a"},
     {"seed": -1},
     {"adam_beta2": 1.0},
@@ -343,6 +349,41 @@ def test_neutral_sampling_needs_no_warning():
 def test_gradient_checkpointing_is_passed_on_to_trainer(value):
     args = make(gradient_checkpointing=value)
     assert getattr(args, "activation_checkpointing", args.gradient_checkpointing) is value
+
+
+def test_a_table_of_a_command_line_that_is_too_deep_is_an_error():
+    with pytest.raises(ConfigError, match="not valid JSON: maximum recursion depth"):
+        make(loss_args="[" * 9999)
+
+
+def test_variables_that_change_the_numbers_of_a_step_are_refused(monkeypatch):
+    for name, harmless, value, options in (
+        ("ACCELERATE_MIXED_PRECISION", "no", "bf16", {"bf16": True}),
+        ("ACCELERATE_MIXED_PRECISION", "no", "fp16", {"bf16": True}),
+        ("ACCELERATE_DYNAMO_BACKEND", "NO", "INDUCTOR", None),
+        ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "0", "1", None),
+        ("DNNL_DEFAULT_FPMATH_MODE", "STRICT", "BF16", {"bf16": True}),
+    ):
+        monkeypatch.setenv(name, harmless)
+        check_variables(make())
+        monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigError, match=f"{name}={value} in the environment.*; unset it"):
+            check_variables(make())
+        if options:
+            check_variables(make(**options))
+        monkeypatch.delenv(name)
+
+
+def test_processes_on_a_cpu_that_know_nothing_of_each_other_are_refused(monkeypatch):
+    """accelerate finds no GPU, so it takes each process of torchrun for a run of its own."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for name in ("LOCAL_RANK", "RANK"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    RLConfig()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"use_cpu=False: .* WORLD_SIZE=2 .* set use_cpu=True"):
+        RLConfig()
 
 
 def test_other_ranks_wait_as_long_as_rank_0_may_take():

@@ -17,7 +17,7 @@ import torch
 from transformers import Trainer
 
 from verifiers_rl.advantages import AdvantageFn
-from verifiers_rl.config import ConfigError, RLConfig
+from verifiers_rl.config import ConfigError, RLConfig, check_variables
 from verifiers_rl.data import ExampleOrder
 from verifiers_rl.did_you_mean import did_you_mean
 from verifiers_rl.envs.make import make_runner
@@ -75,6 +75,7 @@ def check_arguments(
         )
     if not isinstance(args, RLConfig):
         raise ConfigError(f"args: expected an RLConfig, got {type(args).__name__}")
+    check_variables(args)
     for name in others:
         if name in _WITHOUT_EFFECT:
             raise ConfigError(f"{name} has no effect in RLTrainer: {_WITHOUT_EFFECT[name]}")
