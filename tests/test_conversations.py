@@ -230,7 +230,7 @@ def test_turns_that_no_token_ends_are_counted():
     assert lines[0].endswith("; 1 with a turn that no special token ends, so a server would go on")
 
 
-def test_a_long_conversation_takes_as_long_as_its_turns_do():
+def test_a_long_conversation_is_tokenized_in_linear_time():
     class Counting(Tokenization):
         num = 0
 

@@ -257,25 +257,6 @@ _are_servers = must(
 )
 
 
-def check_variables(args: RLConfig) -> None:
-    """Raise ConfigError if a variable of the environment (accelerate's, torch's, oneDNN's) would
-    change the numbers of a step otherwise than the options say.
-    """
-    for name, harmless, option, is_said in (
-        ("ACCELERATE_MIXED_PRECISION", "no", "bf16", args.bf16),
-        ("ACCELERATE_DYNAMO_BACKEND", "no", "torch_compile", False),  # it compiles other parts
-        ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "0", "tf32", args.tf32),
-        ("DNNL_DEFAULT_FPMATH_MODE", "strict", "bf16", args.bf16),
-        ("ONEDNN_DEFAULT_FPMATH_MODE", "strict", "bf16", args.bf16),
-    ):
-        value = os.environ.get(name, harmless)
-        if value.lower() != harmless and not is_said:
-            raise ConfigError(
-                f"{name}={value} in the environment, where a launcher may have set it, would "
-                f"change the numbers of each step; unset it. The option in its place is {option}"
-            )
-
-
 def unknown_option_hint(name: str, kind: Any) -> str:
     """Return what to set instead of an option that this config class does not have."""
     others = "docs/reference.md lists the options, docs/from_trl.md names those of TRL"

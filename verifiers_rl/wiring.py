@@ -17,7 +17,7 @@ import torch
 from transformers import Trainer
 
 from verifiers_rl.advantages import AdvantageFn
-from verifiers_rl.config import ConfigError, RLConfig, check_variables
+from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.data import ExampleOrder
 from verifiers_rl.did_you_mean import did_you_mean
 from verifiers_rl.envs.make import make_runner
@@ -51,6 +51,25 @@ class Replaced(NamedTuple):
     example_order: ExampleOrder | None = None
     orchestrator: BatchSource | None = None
     weight_sync: WeightSink | None = None
+
+
+def check_variables(args: RLConfig) -> None:
+    """Raise ConfigError if a variable of the environment (accelerate's, torch's, oneDNN's) would
+    change the numbers of a step otherwise than the options say.
+    """
+    for name, harmless, option, is_said in (
+        ("ACCELERATE_MIXED_PRECISION", "no", "bf16", args.bf16),
+        ("ACCELERATE_DYNAMO_BACKEND", "no", "torch_compile", False),  # it compiles other parts
+        ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "0", "tf32", args.tf32),
+        ("DNNL_DEFAULT_FPMATH_MODE", "strict", "bf16", args.bf16),
+        ("ONEDNN_DEFAULT_FPMATH_MODE", "strict", "bf16", args.bf16),
+    ):
+        value = os.environ.get(name, harmless)
+        if value.lower() != harmless and not is_said:
+            raise ConfigError(
+                f"{name}={value} in the environment, where a launcher may have set it, would "
+                f"change the numbers of each step; unset it. The option in its place is {option}"
+            )
 
 
 def check_arguments(

@@ -323,8 +323,7 @@ class Tokenization:
         """Return the tokens of `longer`, which begins with `text`. The first ones are `ids`.
 
         Special tokens divide a text, and each part is tokenized for itself. So what is before the
-        last special token of `text` is not tokenized again, and a long conversation takes as long
-        as its turns do.
+        last special token of `text` is not tokenized again, and a conversation takes linear time.
 
         A tokenizer may make one token of the end of `text` and what follows. A model that is given
         `text` writes other tokens then: those of the rest alone.
