@@ -432,7 +432,9 @@ def test_a_damaged_checkpoint_is_refused_with_its_file_and_an_older_one_offered(
             said = problem.format(name) if name != "manifest.json" else "manifest.json "
             with pytest.raises(RunFolderError, match=rf"{newest} is damaged: {said}") as error:
                 enter_run_folder(args, True)
-            assert "checkpoint-1 is whole: go on from it by --trainer.args.resume" in str(error)
+            assert "checkpoint-1 is whole: go on from it by --trainer.args.resume" in str(
+                error.value
+            )
             shutil.rmtree(newest)
     shutil.copytree(kept, newest)
     assert enter_run_folder(args, True) == str(newest)
@@ -442,6 +444,7 @@ def test_a_damaged_checkpoint_is_refused_with_its_file_and_an_older_one_offered(
     trainer.train(resume_from_checkpoint=str(older))
     assert [row["step"] for row in rows_of(trainer)] == [1, 2, 3, 3]
     shutil.rmtree(older)
+    shutil.rmtree(newest)
     change_a_byte(newest.with_name("checkpoint-3") / "optimizer.pt")
     with pytest.raises(
         RunFolderError, match=r"content of optimizer.pt has changed.*start anew with"

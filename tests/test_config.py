@@ -359,6 +359,7 @@ def test_a_table_of_a_command_line_that_is_too_deep_is_an_error():
 def test_processes_on_a_cpu_that_know_nothing_of_each_other_are_refused(monkeypatch):
     """accelerate finds no GPU, so it takes each process of torchrun for a run of its own."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *args, **kwargs: None)
     for name in ("LOCAL_RANK", "RANK"):
         monkeypatch.setenv(name, "0")
     monkeypatch.setenv("WORLD_SIZE", "1")

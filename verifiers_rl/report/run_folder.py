@@ -32,6 +32,7 @@ STATE = "trainer_state.json"  # in a checkpoint, also in one that Trainer has wr
 RL_STATE = "rl_state.json"  # in a checkpoint: what our own parts need to continue
 # In a checkpoint, written last: size and SHA-256 of each other file. Trainer alone writes none.
 MANIFEST = "manifest.json"
+_LARGE = 2**28  # bytes of a file that is read only once, when the run begins
 UNFINISHED = (
     "_unfinished"  # a folder that is written now; it has no use after the process has ended
 )
@@ -88,8 +89,8 @@ def prepare_run_folder(
 
     Raises:
         RunFolderError: the folder holds a run that is neither resumed nor overwritten, there is no
-            such checkpoint, it is damaged as far as the sizes of its files show, or the run is
-            finished.
+            such checkpoint, it is damaged (of large files, only sizes are compared here), or the
+            run is finished.
     """
     folder = Path(output_dir).expanduser()
     if folder.exists() and not folder.is_dir():
@@ -158,8 +159,8 @@ def enter_run_folder(args: Any, resume: bool | str | None) -> str | None:
         resume: True for the newest checkpoint, or the path of one.
 
     Raises:
-        RunFolderError: on rank 0; see `prepare_run_folder`. Here the checksums of the checkpoint
-            are compared, too.
+        RunFolderError: on rank 0; see `prepare_run_folder`. Large files of the checkpoint are read
+            here, too.
         RuntimeError: on the other ranks, when rank 0 failed.
     """
     from verifiers_rl.distributed import broadcast_outcome
@@ -328,7 +329,7 @@ def raise_if_damaged(checkpoint: Path, reads_all: bool = False) -> None:
     offers the newest other checkpoint that is whole.
 
     Args:
-        reads_all: compare checksums; otherwise only sizes.
+        reads_all: compare checksums of all files; otherwise only sizes, where a file is large.
     """
     if not (damage := _damage_of(checkpoint, reads_all)):
         return
@@ -363,7 +364,7 @@ def _damage_of(checkpoint: Path, reads_all: bool) -> list[str]:
             damage.append(f"{name} is missing")
         elif path.stat().st_size != size:
             damage.append(f"{name} has {path.stat().st_size} bytes and had {size}")
-        elif reads_all and _checksum(path) != checksum:
+        elif (reads_all or size < _LARGE) and _checksum(path) != checksum:
             damage.append(f"the content of {name} has changed")
     return damage
 
