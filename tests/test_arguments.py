@@ -1,5 +1,7 @@
 """What RLTrainer is called with; nothing is loaded for it."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from tests.helpers import StubSink, StubSource, load_example, make_tiny_model
 from verifiers_rl import LossOutputs, RLConfig, RLTrainer
 from verifiers_rl.config import ConfigError
+from verifiers_rl.wiring import check_variables
 
 
 @pytest.fixture
@@ -55,6 +58,27 @@ def test_an_argument_that_cannot_work_is_refused_at_once(args, options, message)
         RLTrainer(
             **{"model": "a/model-that-is-not-looked-for", "env": "an env", "args": args, **options}
         )
+
+
+def test_variables_that_change_the_numbers_of_a_step_are_refused(args, monkeypatch):
+    for name, harmless, value, options in (
+        ("ACCELERATE_MIXED_PRECISION", "no", "bf16", {"bf16": True}),
+        ("ACCELERATE_MIXED_PRECISION", "no", "fp16", {"bf16": True}),
+        ("ACCELERATE_DYNAMO_BACKEND", "NO", "INDUCTOR", None),
+        ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "0", "1", None),
+        ("DNNL_DEFAULT_FPMATH_MODE", "STRICT", "BF16", {"bf16": True}),
+    ):
+        monkeypatch.setenv(name, harmless)
+        check_variables(args)
+        monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigError, match=f"{name}={value} in the environment.*; unset it"):
+            check_variables(args)
+        if options:
+            check_variables(SimpleNamespace(tf32=None, **options))
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(ConfigError, match="ACCELERATE_MIXED_PRECISION=bf16 in the environment"):
+        RLTrainer("a/model", "an env", args)
 
 
 def test_arguments_of_another_trainer_are_refused(tmp_path):

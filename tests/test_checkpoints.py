@@ -25,6 +25,7 @@ from verifiers_rl.process.interrupts import Interrupted
 from verifiers_rl.report.run_folder import (
     RunFolderError,
     closing_lines,
+    enter_run_folder,
     is_our_card,
     metrics_file,
     newest_checkpoint,
@@ -405,13 +406,50 @@ def test_a_part_of_ones_own_is_kept_in_checkpoints(make_trainer):
     assert second.value == 0.25
 
 
-def test_a_state_that_cannot_be_read_is_one_clear_error(make_trainer):
-    with pytest.raises(Interrupted):
-        make_trainer(callbacks=[EndsAt(3)]).train()
-    path = Path(make_trainer().args.output_dir) / "checkpoint-2" / "rl_state.json"
-    path.write_text('{"evaluations": ')
-    with pytest.raises(RunFolderError, match=r"checkpoint-2': its rl_state.json cannot be read"):
-        make_trainer().train(resume_from_checkpoint=True)
+def change_a_byte(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_is_refused_with_its_file_and_an_older_one_offered(make_trainer):
+    make_trainer(max_steps=2, save_steps=1, use_lora=True).train()
+    options = {"max_steps": 3, "use_lora": True}
+    args = make_trainer(**options).args
+    newest, kept = (Path(args.output_dir) / name for name in ("checkpoint-2", "kept"))
+    newest.rename(kept)
+    names = {str(path.relative_to(kept)) for path in kept.rglob("*") if path.is_file()}
+    assert names >= {"optimizer.pt", "scheduler.pt", "rl_state.json", "rng_state.pth"}
+    assert names >= {"adapter_model.safetensors", "trainer_state.json", "manifest.json"}
+    for damage, problem in (
+        (Path.unlink, "{} is missing"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-9]), "{} has .* bytes and had "),
+        (change_a_byte, "the content of {} has changed"),
+    ):
+        for name in names:
+            shutil.copytree(kept, newest)
+            damage(newest / name)
+            said = problem.format(name) if name != "manifest.json" else "manifest.json "
+            with pytest.raises(RunFolderError, match=rf"{newest} is damaged: {said}") as error:
+                enter_run_folder(args, True)
+            assert "checkpoint-1 is whole: go on from it by --trainer.args.resume" in str(
+                error.value
+            )
+            shutil.rmtree(newest)
+    shutil.copytree(kept, newest)
+    assert enter_run_folder(args, True) == str(newest)
+    (newest / "scheduler.pt").unlink()
+    older = newest.with_name("checkpoint-1")
+    trainer = make_trainer(**options)
+    trainer.train(resume_from_checkpoint=str(older))
+    assert [row["step"] for row in rows_of(trainer)] == [1, 2, 3, 3]
+    shutil.rmtree(older)
+    shutil.rmtree(newest)
+    change_a_byte(newest.with_name("checkpoint-3") / "optimizer.pt")
+    with pytest.raises(
+        RunFolderError, match=r"content of optimizer.pt has changed.*start anew with"
+    ):
+        make_trainer(max_steps=4, use_lora=True).train(resume_from_checkpoint=True)
 
 
 # --- Evaluations ----------------------------------------------------------------------------------
@@ -676,12 +714,14 @@ def test_the_hub_gets_the_model_and_its_card_and_no_rollouts(make_trainer, hub, 
     make_tiny_model().save_pretrained(tmp_path / "base")
     trainer = make_trainer(
         str(tmp_path / "base"), use_lora=True, save_final="merged", push_to_hub=True,
-        hub_token="hf_secret", max_steps=2, hub_revision="main",
+        hub_token="hf_secret", max_steps=2, save_steps=1, hub_revision="main",
     )  # fmt: skip
     folder = Path(trainer.args.output_dir)
     (folder / "inference.log").write_text("prompts of people")
     trainer.train()
     assert (folder / "rollouts").is_dir() and (folder / "training_args.bin").is_file()
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert not [path for path in files if b"hf_secret" in path.read_bytes()]
     ((rest, names),) = hub.uploads
     assert rest["repo_id"] == "me/run" and rest["token"] == "hf_secret"
     assert rest["commit_message"] == "End of training" and rest["revision"] == "main"

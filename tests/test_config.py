@@ -69,6 +69,12 @@ WRONG = [
     {"vllm_server_host": "http://localhost"},
     {"vllm_server_host": "localhost:8000"},
     {"output_dir": ""},
+    {"output_dir": "a\0b"},
+    {"output_dir": "a/" + "ä" * 128},
+    {"output_dir": "\ud83d"},
+    {"run_name": "../../x"},
+    {"run_name": "a/.."},
+    {"run_name": "a\0b"},
     {"gradient_checkpointing_kwargs": "{a"},
     {"seed": -1},
     {"adam_beta2": 1.0},
@@ -343,6 +349,24 @@ def test_neutral_sampling_needs_no_warning():
 def test_gradient_checkpointing_is_passed_on_to_trainer(value):
     args = make(gradient_checkpointing=value)
     assert getattr(args, "activation_checkpointing", args.gradient_checkpointing) is value
+
+
+def test_a_table_of_a_command_line_that_is_too_deep_is_an_error():
+    with pytest.raises(ConfigError, match="not valid JSON: maximum recursion depth"):
+        make(loss_args="[" * 9999)
+
+
+def test_processes_on_a_cpu_that_know_nothing_of_each_other_are_refused(monkeypatch):
+    """accelerate finds no GPU, so it takes each process of torchrun for a run of its own."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *args, **kwargs: None)
+    for name in ("LOCAL_RANK", "RANK"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    RLConfig()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"use_cpu=False: .* WORLD_SIZE=2 .* set use_cpu=True"):
+        RLConfig()
 
 
 def test_other_ranks_wait_as_long_as_rank_0_may_take():

@@ -41,6 +41,14 @@ LLAMA = (
     "{%- if add_generation_prompt -%}"
     "{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' -}}{%- endif -%}"
 )
+# A turn ends where the next role begins, as in GLM-4's; `<|system|>` begins what a tool says.
+GLM = (
+    "{%- for m in messages -%}"
+    "{{- '<|system|>' if m.role == 'tool' else '<|' + m.role + '|>' -}}"
+    "{{- '\n' + m.content -}}{{- m.tool_calls[0].function.name if m.tool_calls -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>\n' -}}{%- endif -%}"
+)
 SPECIAL = {
     QWEN3: ["<|im_start|>", "<|im_end|>"],
     LLAMA: ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
@@ -165,6 +173,83 @@ def test_a_text_is_in_the_loss_but_for_its_first_token():
     assert at == [1, 2, 3] and len(ids) == 4
 
 
+BOS, EOS = SPECIAL[LLAMA][0], SPECIAL[LLAMA][-1]
+
+
+@pytest.mark.parametrize("around", [f"{BOS} $A", f"{BOS} $A {EOS}"])
+@pytest.mark.parametrize(
+    ("row", "at"),
+    [
+        ({"text": "abc"}, [1, 2, 3, 4]),
+        ({"text": f"{BOS}abc"}, [1, 2, 3, 4]),
+        ({"text": f"{BOS}abc{EOS}"}, [1, 2, 3, 4]),
+        ({"prompt": "ab", "completion": "c"}, [3, 4]),
+        ({"prompt": f"{BOS}ab", "completion": f"c{EOS}"}, [3, 4]),
+    ],
+)
+def test_texts_have_what_the_tokenizer_puts_around_them_once(around, row, at):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = make_tokenizer(LLAMA)
+    ids = tokenizer.convert_tokens_to_ids([BOS, "a", "b", "c", EOS])
+    known = [(BOS, ids[0]), (EOS, ids[-1])]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(around, special_tokens=known)
+    assert tokenizer("a")["input_ids"][0] == ids[0]  # it does so
+    [(found, mask)] = Tokenization(tokenizer).of_row(row)
+    assert found.tolist() == ids and np.flatnonzero(mask).tolist() == at
+
+
+def tokenization_of_glm():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = GLM
+    return tokenizer, Tokenization(tokenizer)
+
+
+def test_a_turn_without_an_end_ends_with_the_token_of_the_next_role():
+    tokenizer, tokenization = tokenization_of_glm()
+    [(ids, mask)] = tokenization.of_row({"messages": chat("a", "b", "c", "d")})
+    assert tokenizer.decode(ids) == (
+        "<|user|>\na<|assistant|>\nb<|user|>\nc<|assistant|>\nd<|user|>"
+    )
+    assert np.flatnonzero(mask).tolist() == [5, 6, 11, 12]  # b, d, each with <|user|>
+    # A call is answered by a tool, also where the conversation ends with the call.
+    reply = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    for more in ([], [{"role": "tool", "content": "6"}, *chat("", "six")[1:]]):
+        [(ids, mask)] = tokenization.of_row({"messages": [*chat("a"), reply, *more]})
+        text = "times<|system|>" + "six<|user|>" * bool(more)
+        assert tokenizer.decode(ids[mask]) == text
+    rows = tokenization.of_rows([{"messages": chat("a", "b")}], "some")
+    assert tokenization.last_token(rows) == tokenizer.convert_tokens_to_ids("<|user|>")
+
+
+def test_turns_that_no_token_ends_are_counted():
+    tokenizer, lines = make_tokenizer(), []
+    tokenizer.chat_template = GLM.replace("|", "!")
+    rows = [{"messages": chat("a", "b")}, {"text": "a"}]
+    Tokenization(tokenizer).of_rows(rows, "some", lines.append)
+    assert lines[0].endswith("; 1 with a turn that no special token ends, so a server would go on")
+
+
+def test_a_long_conversation_is_tokenized_in_linear_time():
+    class Counting(Tokenization):
+        num = 0
+
+        def _encode(self, text):
+            self.num += len(text)
+            return super()._encode(text)
+
+    for template in (LLAMA, None):
+        tokenizer, nums = make_tokenizer(template), []
+        for num_messages in (20, 80):
+            messages = chat(*["a longer text"] * num_messages)
+            tokenization = Counting(tokenizer)
+            [(ids, _)] = tokenization.of_row({"messages": messages})
+            text = tokenizer.apply_chat_template(messages, tokenize=False)
+            assert ids.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
+            nums.append(tokenization.num)
+        assert nums[1] < 4.5 * nums[0]
+
+
 def test_variables_of_the_template_are_of_the_run_or_of_the_row():
     template = "{{- greeting -}}" + LLAMA
     SPECIAL[template] = SPECIAL[LLAMA]
@@ -235,6 +320,25 @@ def test_rows_are_cut_counted_and_left_out():
             [{"messages": [{"role": "user", "content": [{"type": "image"}]}]}],
             "has a part of the type 'image'",
         ),
+        (
+            [{"messages": [*chat("a", "b"), {"role": "tool", "content": {"a": 1}}]}],
+            r"row 0: messages\[2\]: content must be a string, or a list of parts .* not {'a': 1}",
+        ),
+        (
+            [{"messages": [{"role": "user", "content": ["a"]}]}],
+            r"\[0\]: content must .* not \['a'\]",
+        ),
+        ([{"text": ["a"]}], r"row 0: text must be a string, not \['a'\]"),
+        ([{"text": "a"}, {"text": "\ud83d"}], r"row 1: UnicodeEncodeError: .*'\\ud83d' in pos"),
+        (
+            [{"messages": chat("a", "\ud83d")}],
+            r"row 0: UnicodeEncodeError: .*'\\ud83d' in .*; correct the row",
+        ),
+        ([{"messages": chat("a", "b"), "chat_template_kwargs": 3}], "row 0: TypeError: 'int'"),
+        (
+            [{"messages": chat("a", "b"), "tools": "[" * 9999 + "]" * 9999}],
+            "row 0: tools: no JSON: maximum recursion",
+        ),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named(rows, problem):
@@ -256,6 +360,10 @@ def test_a_template_that_refuses_a_conversation_says_so():
     template = "{{- raise_exception('no roles') -}}" + LLAMA
     SPECIAL[template] = SPECIAL[LLAMA]
     with pytest.raises(DatasetError, match=r"messages\[1\].*refuses the messages up to it: no rol"):
+        of_rows([{"messages": chat("a", "b")}], template)
+    template = "{{- 1 + messages[0].content -}}" + LLAMA
+    SPECIAL[template] = SPECIAL[LLAMA]
+    with pytest.raises(DatasetError, match=r"row 0: messages\[1\].*up to it: TypeError: unsupp"):
         of_rows([{"messages": chat("a", "b")}], template)
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None

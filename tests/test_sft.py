@@ -427,6 +427,19 @@ def test_arguments_that_cannot_work_are_named(make_trainer, tokenizer):
         make_trainer(others={"reward_funcs": []})
 
 
+def test_a_token_that_the_model_has_no_embedding_for_is_named():
+    tokenizer = load_example("warm_start").make_tokenizer(["<new>"])  # behind the model's 261
+    for rows, held_out, where in (
+        ([{"text": "a"}, {"text": "a<new>"}], None, "data for training, row 1"),
+        ([{"text": "a"}], [{"text": "<new>b"}], "data for evaluations, row 0"),
+    ):
+        with pytest.raises(ConfigError, match=rf"{where}: it has token 261 \('<new>'\).* 261 rows"):
+            SFTTrainer(
+                make_tiny_model(), SFTConfig(use_cpu=True), rows, held_out,
+                processing_class=tokenizer,
+            )  # fmt: skip
+
+
 def test_options_of_the_data_change_what_is_trained(make_trainer):
     def first_batch(**options):
         trainer = make_trainer(**options)

@@ -291,11 +291,9 @@ def check_reductions(kind, results):
 def test_two_ranks_give_the_weights_of_one_process(tmp_path, one_process, kind):
     if kind.startswith("zero"):
         pytest.importorskip("deepspeed", reason="the deepspeed extra is not installed")
-    # transformers cannot load DDP's optimizer states onto a CPU of several ranks ("cpu:1").
     resumes = [
         f"{case}{how}" for case in ("full", "adapter") for how in ("-saved", "-saved-resumed")
     ]
-    resumes = resumes if kind != "ddp" else []
     cases = [*CASES, "full-kl"] if kind == "ddp" else CASES
     results = run(tmp_path, TWO_RANKS, kind, [*cases, *resumes])
     for case in cases:

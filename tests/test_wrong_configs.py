@@ -57,6 +57,13 @@ WRONG = {
     "flags that are no table": (HEAD + "[inference]\nargs = 3\n", ""),
     "a table that is not closed": ("[env\n", ""),
     "a word": (OURS, "mine.toml"),
+    "lists in lists": ("model = " + "[" * 9999 + "]" * 9999, ""),
+    "tables in tables": (OURS + "loss_args = {a" + ".a" * 60 + " = 1}\n", ""),
+    "a table of a command line": (OURS, "--trainer.args.loss_args." + "a." * 60 + "a=1"),
+    "a folder that no system can have": (f'import_from = ["{"a" * 256}"]\n' + HEAD, ""),
+    "a file with a NUL": ('env_file = "a\\u0000b"\n' + HEAD, ""),
+    "a name that leads out": (OURS + 'run_name = "../../x"\n', ""),
+    "a folder with a NUL": (OURS + 'output_dir = "a\\u0000b"\n', ""),
     "no TOML": (OURS + "max_steps 5\n", ""),
     "two layouts": (
         FLAT.format("batch_size = 64") + "[sampling]\nmax_tokens = 5\n[trainer]\ngpus = 1\n",

@@ -6,11 +6,12 @@
 
 A killed run leaves at most `_unfinished`. The next start takes back from there a checkpoint that
 was just being replaced, and removes the rest. Beside what Trainer saves, a checkpoint has
-rl_state.json: the state of each part in `Checkpoints.kept`.
+rl_state.json, the state of each part in `Checkpoints.kept`, and manifest.json, by which a resumed
+run finds out what is missing or was changed.
 
 The final model can be uploaded to the Hugging Face hub. Trainer uploads all of output_dir but its
-checkpoints. Here that folder also has every rollout, logs and the run's options, which can hold a
-token. So only the final model, its card, its tokenizer and metrics.jsonl are uploaded.
+checkpoints. Here that folder also has every rollout, logs and the run's options. So only the final
+model, its card, its tokenizer and metrics.jsonl are uploaded.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ from verifiers_rl.report.run_folder import (
     newest_checkpoint,
     rl_state_of,
     summary,
+    write_manifest,
 )
 from verifiers_rl.sync.sources import check_adapter, gather_full, merged_sources, plain_name
 
@@ -160,9 +162,11 @@ class Checkpoints(TrainerCallback):
             finally:
                 self.run_dir = None
             self._find_best()
+            self._meet("all ranks to write their part of a checkpoint")
             if args.should_save:
                 trainer.state.save_to_json(str(folder / STATE))  # with the path of the best one
                 (folder / RL_STATE).write_text(json.dumps(states))
+                write_manifest(folder)
         self._saved_step = step
         if args.should_save:
             self._remove_old()
@@ -247,7 +251,7 @@ class Checkpoints(TrainerCallback):
             folder.mkdir(parents=True, exist_ok=True)
         self._meet("all ranks to begin a checkpoint")
         yield folder
-        self._meet("all ranks to write their part of a checkpoint")
+        self._meet("all ranks to end their part of a checkpoint")
         if args.local_process_index == 0 and folder.is_dir():
             sync_tree(folder)
         self._meet("all machines to have a checkpoint on their disks")
@@ -423,6 +427,14 @@ class SavingTrainer(Trainer):
 
     def _get_output_dir(self, trial: Any) -> str:
         return self.checkpoints.run_dir or super()._get_output_dir(trial)
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        """Do as Trainer, whose training_args.bin would have the token of the hub."""
+        token, self.args.hub_token = self.args.hub_token, None
+        try:
+            super()._save(*args, **kwargs)
+        finally:
+            self.args.hub_token = token
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write README.md into output_dir: of what, on what and how far the model was trained.

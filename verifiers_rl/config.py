@@ -39,6 +39,7 @@ from verifiers_rl.losses import (
     with_masks,
 )
 from verifiers_rl.option_rules import (
+    PATH_RULE,
     ConfigError,
     NotNegativeInt,
     NotNegativeNumber,
@@ -46,6 +47,7 @@ from verifiers_rl.option_rules import (
     PositiveNumber,
     Share,
     ShareBelow1,
+    can_be_path,
     checked_as,
     checkers,
     must,
@@ -154,11 +156,16 @@ def _from_json(value: Any) -> Any:
     """Return a table that a command line has as JSON; an empty one for None."""
     try:
         return json.loads(value) if isinstance(value, str) else value or {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not valid JSON: {error}") from error
 
 
 _FROM_JSON = BeforeValidator(_from_json)
+_can_be_path = must(PATH_RULE, can_be_path)
+_stays_inside = must(
+    "not lead out of the folder outputs: no part of it may be '.' or '..'",
+    lambda name: {".", ".."}.isdisjoint(name.split("/")),
+)
 _LAYERWISE = (
     "it updates weights inside the backward pass: a batch of several microbatches would be several "
     "updates, without max_grad_norm"
@@ -177,6 +184,8 @@ _INHERITED_RULES: dict[str, tuple[Any, ...]] = {
     ),
     **dict.fromkeys(("eval_strategy", "save_strategy", "logging_strategy"), (_NO_EPOCHS,)),
     **dict.fromkeys(("gradient_checkpointing_kwargs", "lr_scheduler_kwargs"), (_FROM_JSON,)),
+    "output_dir": (_can_be_path,),
+    "run_name": (_can_be_path, _stays_inside),
     "eval_steps": (checked_as(PositiveNumber | None),),
     "seed": (checked_as(Annotated[int, Field(ge=0, lt=2**32)]),),
     "resume_from_checkpoint": (checked_as(str | bool),),  # a path, or true for the newest
@@ -553,6 +562,14 @@ class RLConfig(TrainingArguments):
         except (ValueError, FileNotFoundError) as error:
             raise ConfigError(str(error)) from error
         self.torch_compile = compiles
+        # A launcher's processes find each other over GPUs, or on CPUs if they are told to.
+        num_started = os.environ.get("WORLD_SIZE", "1") if "LOCAL_RANK" in os.environ else "1"
+        if num_started != "1" and self.world_size == 1:
+            raise ConfigError(
+                f"use_cpu=False: a launcher has started WORLD_SIZE={num_started} processes, and "
+                "there is no GPU, so that each would train alone; set use_cpu=True (in a TOML "
+                "gpus = 0 under [trainer]), or start one process"
+            )
 
     def _longest_wait_s(self) -> int:
         """Seconds that other ranks wait for rank 0's batch and for the evaluation beside it: as

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 import typing
 from collections.abc import Callable, Iterable
@@ -48,6 +49,18 @@ def must(text: str, holds: Callable[[Any], bool]) -> AfterValidator:
         return value
 
     return AfterValidator(check)
+
+
+def can_be_path(value: str) -> bool:
+    """Return whether the system can have a file or folder of this name."""
+    try:
+        names = os.fsencode(value).split(b"/")
+    except UnicodeEncodeError:  # half a surrogate pair
+        return False
+    return "\0" not in value and all(len(name) <= 255 for name in names)
+
+
+PATH_RULE = "have no NUL, and no name of more than 255 bytes"
 
 
 def _server_url(value: str) -> str:

@@ -53,6 +53,25 @@ class Replaced(NamedTuple):
     weight_sync: WeightSink | None = None
 
 
+def check_variables(args: RLConfig) -> None:
+    """Raise ConfigError if a variable of the environment (accelerate's, torch's, oneDNN's) would
+    change the numbers of a step otherwise than the options say.
+    """
+    for name, harmless, option, is_said in (
+        ("ACCELERATE_MIXED_PRECISION", "no", "bf16", args.bf16),
+        ("ACCELERATE_DYNAMO_BACKEND", "no", "torch_compile", False),  # it compiles other parts
+        ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "0", "tf32", args.tf32),
+        ("DNNL_DEFAULT_FPMATH_MODE", "strict", "bf16", args.bf16),
+        ("ONEDNN_DEFAULT_FPMATH_MODE", "strict", "bf16", args.bf16),
+    ):
+        value = os.environ.get(name, harmless)
+        if value.lower() != harmless and not is_said:
+            raise ConfigError(
+                f"{name}={value} in the environment, where a launcher may have set it, would "
+                f"change the numbers of each step; unset it. The option in its place is {option}"
+            )
+
+
 def check_arguments(
     model: Any,
     env: Any,
@@ -75,6 +94,7 @@ def check_arguments(
         )
     if not isinstance(args, RLConfig):
         raise ConfigError(f"args: expected an RLConfig, got {type(args).__name__}")
+    check_variables(args)
     for name in others:
         if name in _WITHOUT_EFFECT:
             raise ConfigError(f"{name} has no effect in RLTrainer: {_WITHOUT_EFFECT[name]}")

@@ -11,9 +11,9 @@ from typing import NoReturn
 
 def folder_error(output_dir: str) -> str | None:
     """Return why nothing can be written into this folder, or None. Leaves nothing behind."""
-    folder = Path(output_dir).absolute()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    folder = existing = Path(output_dir).absolute()
     try:
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
         # A real write: permissions do not show that a disk is full or read-only.
         with tempfile.TemporaryDirectory(prefix=".vf-rl-", dir=existing):
             return None
@@ -28,9 +28,11 @@ def files_error(folder: Path, names: Iterable[str]) -> str | None:
     """Return why no files of these names can be made in the folder, or None."""
     if problem := folder_error(str(folder)):
         return problem.removeprefix("output_dir=")
-    if held := [name for name in names if (folder / name).exists()]:
-        return f"{folder} holds {', '.join(held)} already; choose another folder"
-    return None
+    try:
+        held = [name for name in names if (folder / name).exists()]
+    except OSError as error:  # a name is too long
+        return f"{folder}: {error.strerror}; choose another name"
+    return f"{folder} holds {', '.join(held)} already; choose another folder" if held else None
 
 
 def fail(message: object, program: str = "vf-rl") -> NoReturn:

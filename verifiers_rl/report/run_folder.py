@@ -5,6 +5,7 @@ folder before it starts anything.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -12,6 +13,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,11 @@ CARD = "README.md"
 # Marks a README.md that this library wrote. A README.md without it is somebody's own.
 CARD_MARK = "<!-- Written by verifiers_rl at the end of a run. -->"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-STATE = "trainer_state.json"  # Trainer writes it last, so a checkpoint without it is unfinished
+STATE = "trainer_state.json"  # in a checkpoint, also in one that Trainer has written alone
 RL_STATE = "rl_state.json"  # in a checkpoint: what our own parts need to continue
+# In a checkpoint, written last: size and SHA-256 of each other file. Trainer alone writes none.
+MANIFEST = "manifest.json"
+_LARGE = 2**28  # bytes of a file that is read only once, when the run begins
 UNFINISHED = (
     "_unfinished"  # a folder that is written now; it has no use after the process has ended
 )
@@ -60,7 +65,7 @@ def newest_checkpoint(output_dir: str | Path) -> Path | None:
 
 def checkpoints_of(folder: Path) -> list[Path]:
     """Return the finished checkpoints of a run, from the first step on."""
-    return [path for path in _checkpoints(folder).values() if (path / STATE).is_file()]
+    return [path for path in _checkpoints(folder).values() if _is_finished(path)]
 
 
 def holds_a_run(output_dir: str | Path) -> bool:
@@ -84,7 +89,8 @@ def prepare_run_folder(
 
     Raises:
         RunFolderError: the folder holds a run that is neither resumed nor overwritten, there is no
-            such checkpoint, or the run is finished.
+            such checkpoint, it is damaged (of large files, only sizes are compared here), or the
+            run is finished.
     """
     folder = Path(output_dir).expanduser()
     if folder.exists() and not folder.is_dir():
@@ -105,13 +111,14 @@ def prepare_run_folder(
             "(--overwrite) removes it; leave one of them out"
         )
     checkpoint = _checkpoint_to_resume(folder, resume)
+    raise_if_damaged(checkpoint)
     is_own = checkpoint.resolve().parent == folder.resolve()
     if found and not is_own:
         raise RunFolderError(
             f"{checkpoint} belongs to another run than the one in output_dir={str(folder)!r} "
             f"({found}); choose another output_dir or run_name"
         )
-    step = _read_state(checkpoint, STATE)["global_step"]
+    step = _step_of(checkpoint)
     # A run that was killed behind its last step still has its final model to save.
     is_finished = not is_own or read_run(folder).get("status", "finished") == "finished"
     if 0 <= max_steps < step + is_finished:  # below 0: the data will say
@@ -134,7 +141,7 @@ def _checkpoint_to_resume(folder: Path, resume: bool | str) -> Path:
         return newest
     checkpoint = Path(resume).expanduser()
     for path in (checkpoint, folder / checkpoint):
-        if (path / STATE).is_file():
+        if _is_finished(path):
             return path
     why = f"it has no {STATE}" if checkpoint.is_dir() else "no such folder"
     raise RunFolderError(
@@ -152,7 +159,8 @@ def enter_run_folder(args: Any, resume: bool | str | None) -> str | None:
         resume: True for the newest checkpoint, or the path of one.
 
     Raises:
-        RunFolderError: on rank 0; see `prepare_run_folder`.
+        RunFolderError: on rank 0; see `prepare_run_folder`. Large files of the checkpoint are read
+            here, too.
         RuntimeError: on the other ranks, when rank 0 failed.
     """
     from verifiers_rl.distributed import broadcast_outcome
@@ -166,6 +174,8 @@ def enter_run_folder(args: Any, resume: bool | str | None) -> str | None:
                 overwrite=args.overwrite_output_dir,
                 max_steps=args.max_steps,
             )
+            if checkpoint is not None:
+                raise_if_damaged(checkpoint, reads_all=True)
             if args.overwrite_output_dir:
                 clear_run_folder(args.output_dir)
             found = {"checkpoint": None if checkpoint is None else str(checkpoint)}
@@ -183,7 +193,7 @@ def _set_later_aside(checkpoint: Path) -> None:
     such a checkpoint if it is killed.
     """
     for step, later in _checkpoints(checkpoint.parent).items():
-        if step > _read_state(checkpoint, STATE)["global_step"]:
+        if step > _step_of(checkpoint):
             target = later.with_name(ABANDONED) / later.name
             target.parent.mkdir(exist_ok=True)
             shutil.rmtree(target, ignore_errors=True)
@@ -294,6 +304,71 @@ def summary(source: Path) -> str:
     return "\n".join(lines)
 
 
+# --- Whether a checkpoint is as it was written ----------------------------------------------------
+
+
+def write_manifest(checkpoint: Path) -> None:
+    """Write down the size and the checksum of each file of a checkpoint."""
+    paths = sorted(path for path in checkpoint.rglob("*") if path.is_file())
+    with ThreadPoolExecutor() as pool:  # hashing releases the GIL
+        sums = list(pool.map(_checksum, paths))
+    files = {
+        str(path.relative_to(checkpoint)): [path.stat().st_size, checksum]
+        for path, checksum in zip(paths, sums, strict=True)
+    }
+    (checkpoint / MANIFEST).write_text(json.dumps(files, indent=1))
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def raise_if_damaged(checkpoint: Path, reads_all: bool = False) -> None:
+    """Raise RunFolderError if a checkpoint is not as it was written. The error names its files and
+    offers the newest other checkpoint that is whole.
+
+    Args:
+        reads_all: compare checksums of all files; otherwise only sizes, where a file is large.
+    """
+    if not (damage := _damage_of(checkpoint, reads_all)):
+        return
+    others = [path for path in checkpoints_of(checkpoint.parent) if path.name != checkpoint.name]
+    whole = next((path for path in reversed(others) if not _damage_of(path, reads_all)), None)
+    fix = (
+        "no other checkpoint there is whole; start anew with --overwrite "
+        "(overwrite_output_dir=True)"
+        if whole is None
+        else f"{whole.name} is whole: go on from it by --trainer.args.resume_from_checkpoint "
+        f"{shlex.quote(str(whole))} in place of --resume, or by "
+        f"train(resume_from_checkpoint={str(whole)!r})"
+    )
+    raise RunFolderError(f"{checkpoint} is damaged: {'; '.join(damage)}. In its folder, {fix}")
+
+
+def _damage_of(checkpoint: Path, reads_all: bool) -> list[str]:
+    """Return what is missing or changed in a checkpoint; nothing of one of Trainer alone."""
+    manifest = checkpoint / MANIFEST
+    if not manifest.is_file():
+        return [f"{MANIFEST} is missing"] if (checkpoint / RL_STATE).is_file() else []
+    try:
+        files = {
+            name: (size, sum_) for name, (size, sum_) in json.loads(manifest.read_text()).items()
+        }
+    except (ValueError, TypeError, AttributeError):
+        return [f"{MANIFEST} cannot be read"]
+    damage = []
+    for name, (size, checksum) in files.items():
+        path = checkpoint / name
+        if not path.is_file():
+            damage.append(f"{name} is missing")
+        elif path.stat().st_size != size:
+            damage.append(f"{name} has {path.stat().st_size} bytes and had {size}")
+        elif (reads_all or size < _LARGE) and _checksum(path) != checksum:
+            damage.append(f"the content of {name} has changed")
+    return damage
+
+
 # --- run.json and the rollouts --------------------------------------------------------------------
 
 
@@ -328,6 +403,11 @@ def _checkpoints(folder: Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), path) for match, path in matches if match and path.is_dir()))
 
 
+def _is_finished(checkpoint: Path) -> bool:
+    # Trainer alone writes its state last.
+    return any((checkpoint / name).is_file() for name in (MANIFEST, STATE))
+
+
 def _traces_of_a_run(folder: Path) -> list[str]:
     """Return the files that show that a run was here. Rows of step 0 show none: they are of
     evaluations before any training.
@@ -341,17 +421,16 @@ def _traces_of_a_run(folder: Path) -> list[str]:
 
 def rl_state_of(checkpoint: str | Path) -> dict[str, Any]:
     """Return what our own parts have saved in a checkpoint, by name; {} if it is of Trainer alone.
-
-    Raises:
-        RunFolderError: it cannot be read.
+    It is as it was written; see `raise_if_damaged`.
     """
-    return _read_state(checkpoint, RL_STATE) if (Path(checkpoint) / RL_STATE).is_file() else {}
+    path = Path(checkpoint) / RL_STATE
+    return json.loads(path.read_text()) if path.is_file() else {}
 
 
-def _read_state(checkpoint: str | Path, name: str) -> dict[str, Any]:
+def _step_of(checkpoint: Path) -> int:
     try:
-        return dict(json.loads((Path(checkpoint) / name).read_text()))
-    except (ValueError, TypeError) as error:
+        return int(json.loads((checkpoint / STATE).read_text())["global_step"])
+    except (OSError, ValueError, TypeError, KeyError) as error:  # of Trainer alone
         raise RunFolderError(
-            f"cannot resume from {str(checkpoint)!r}: its {name} cannot be read; choose another"
+            f"cannot resume from {str(checkpoint)!r}: its {STATE} cannot be read; choose another"
         ) from error

@@ -14,9 +14,10 @@ template adds to the messages before:
     in the loss                                                                         4<end>
 
 So the model learns to continue exactly what a server would send it, and a template needs no marks
-for training. Some templates render a past turn otherwise than the last one; Qwen3's drops its
-thinking. Then no single sequence has the tokens of all turns, and the conversation becomes several
-samples, as it would in a rollout.
+for training. In some templates, such as GLM's, a turn has no end of its own: a server stops where
+the next role begins. There the token that begins the next role belongs to the turn. Some templates
+render a past turn otherwise than the last one; Qwen3's drops its thinking. Then no single sequence
+has the tokens of all turns, and the conversation becomes several samples, as it would in a rollout.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def _read_file(name: str, split: str) -> list[Any]:
 def _from_json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DatasetError(f"{where}: no JSON: {error}; correct it") from error
 
 
@@ -122,6 +123,9 @@ class Tokenization:
         tokenizer: of the model, with a chat template if rows are conversations.
         max_seq_len: longest sample in tokens; the rest of a longer one is cut off.
         template: variables of the chat template, under those of a row's `chat_template_kwargs`.
+
+    Attributes:
+        largest: the largest token id of all rows so far, and the data and the row that have it.
     """
 
     def __init__(
@@ -134,6 +138,8 @@ class Tokenization:
         self._template = dict(template or {})
         added = tokenizer.added_tokens_decoder.items()
         self._special = {*tokenizer.all_special_ids} | {n for n, token in added if token.special}
+        self._begin = self._begin_of_texts()
+        self.largest = (-1, "")
 
     def of_rows(
         self, rows: Any, name: str, report: Callable[[str], None] = lambda line: None
@@ -161,11 +167,19 @@ class Tokenization:
         for number in range(len(rows)):
             if number % 1000 == 0:
                 line.show()
+            where = f"data {name}, row {number}"
             try:
                 samples = self.of_row(rows[number])
             except DatasetError as error:
-                raise DatasetError(f"data {name}, row {number}: {error}") from error
+                raise DatasetError(f"{where}: {error}") from error
+            except Exception as error:  # of the tokenizer, or of what holds the rows
+                problem = f"{type(error).__name__}: {error}; correct the row, or leave it out"
+                raise DatasetError(f"{where}: {problem}") from error
+            largest = max(int(ids.max(initial=-1)) for ids, _ in samples)
+            self.largest = max(self.largest, (largest, where))
             num["conversations of several samples"] += len(samples) > 1
+            are_ended = all(self._are_ended(ids, mask) for ids, mask in samples)
+            num["with a turn that no special token ends, so a server would go on"] += not are_ended
             num["cut at max_seq_len"] += any(len(ids) > longest for ids, _ in samples)
             cut = [(ids[:longest], mask[:longest]) for ids, mask in samples]
             if kept := [(ids, mask) for ids, mask in cut if mask.any()]:
@@ -203,8 +217,10 @@ class Tokenization:
         if row.get("messages") is not None:
             return self._of_conversation(row, [], row["messages"])
         prompt, completion = row.get("prompt"), row.get("completion")
-        if isinstance(row.get("text"), str):
-            prompt, completion = "", row["text"]
+        if (text := row.get("text")) is not None:
+            if not isinstance(text, str):
+                raise DatasetError(f"text must be a string, not {text!r:.80}")
+            prompt, completion = "", text
         if prompt is None or completion is None:
             raise DatasetError(
                 f"has the columns {', '.join(map(str, row))}; it needs messages, or prompt and "
@@ -217,9 +233,11 @@ class Tokenization:
         end = self._tokenizer.eos_token or ""
         if not completion.endswith(end):
             completion += end
-        before = self._encode(prompt, special=True) if prompt else []
-        ids = self._longer(before, prompt, prompt + completion, special=True)
-        return [_tokens(ids, [(len(before), len(ids))])]
+        before = self._encode(prompt)
+        ids = self._longer(before, prompt, prompt + completion)
+        begin = self._begin if ids[: len(self._begin)] != self._begin else []
+        start = len(begin) + len(before)
+        return [_tokens([*begin, *ids], [(start, len(begin) + len(ids))])]
 
     def _of_conversation(self, row: Mapping[str, Any], prompt: Any, rest: Any) -> list[Tokens]:
         """Return the samples of `prompt` and `rest`, of which only `rest` is in the loss. A turn
@@ -254,9 +272,14 @@ class Tokenization:
                 ids = self._longer(ids, text, asked)
                 start, text = len(ids), whole
                 ids = self._longer(ids, asked, whole)
+                stop = self._end_of_turn(ids, start)
+                if not self._special & {*ids[start:stop][-1:]}:
+                    text = self._with_next_role(whole, messages, number, template)
+                    ids = self._longer(ids, whole, text)
+                    stop = len(ids)
             except DatasetError as error:
                 raise DatasetError(f"messages[{number}] (role 'assistant'): {error}") from error
-            spans.append((start, self._end_of_turn(ids, start)))
+            spans.append((start, stop))
         return [*samples, _tokens(ids or [0], spans)]
 
     def _render(
@@ -268,12 +291,39 @@ class Tokenization:
             return self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=is_prompt, **template
             )
-        except TemplateError as error:
-            problem = f"the chat template refuses the messages up to it: {error}"
+        except Exception as error:  # what the template raises, and what Python does in it
+            kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+            problem = f"the chat template refuses the messages up to it: {kind}{error}"
             raise DatasetError(problem) from error
 
-    def _longer(self, ids: list[int], text: str, longer: str, special: bool = False) -> list[int]:
+    def _with_next_role(
+        self, text: str, messages: list[dict[str, Any]], number: int, template: dict[str, Any]
+    ) -> str:
+        """Return the text up to a turn that has no end, and behind it the special token with which
+        the next message begins, if it begins with one.
+
+        Args:
+            text: the messages up to the turn, as they are rendered.
+            number: of the turn. Behind the last one, an answer stands in for the next message.
+        """
+        role = "tool" if messages[number].get("tool_calls") else "user"
+        after = messages[number + 1 : number + 2] or [{"role": role, "content": "?"}]
+        if after[0]["role"] == "assistant":  # the same role, so no other begins
+            return text
+        try:
+            longer = self._render([*messages[: number + 1], *after], False, template)
+        except DatasetError:  # the template takes no such message there
+            return text
+        for token in self._encode(longer[len(text) :])[:1] if longer.startswith(text) else ():
+            if token in self._special:
+                return text + self._tokenizer.convert_ids_to_tokens(token)
+        return text
+
+    def _longer(self, ids: list[int], text: str, longer: str) -> list[int]:
         """Return the tokens of `longer`, which begins with `text`. The first ones are `ids`.
+
+        Special tokens divide a text, and each part is tokenized for itself. So what is before the
+        last special token of `text` is not tokenized again, and a conversation takes linear time.
 
         A tokenizer may make one token of the end of `text` and what follows. A model that is given
         `text` writes other tokens then: those of the rest alone.
@@ -281,20 +331,38 @@ class Tokenization:
         Raises:
             DatasetError: the rest alone is another text to this tokenizer.
         """
-        whole = self._encode(longer, special)
-        if whole[: len(ids)] == ids:
-            return whole
-        pieces = ids + self._encode(longer[len(text) :])
+        at = next((at for at in reversed(range(len(ids))) if ids[at] in self._special), -1)
+        begin = text.rfind(self._tokenizer.convert_ids_to_tokens(ids[at])) if at >= 0 else -1
+        at, begin = (at, begin) if begin >= 0 else (0, 0)
+        known, whole = ids[at:], self._encode(longer[begin:])
+        if whole[: len(known)] == known:
+            return ids[:at] + whole
+        pieces = known + self._encode(longer[len(text) :])
         if self._tokenizer.decode(pieces) != self._tokenizer.decode(whole):
             raise DatasetError(
                 "the tokens of the messages before are not the first ones of what they are with "
                 f"it: the tokenizer joins {text[-20:]!r} and {longer[len(text) :][:20]!r}; use a "
-                "chat template whose messages begin with a special token"
+                "chat template whose messages begin with a special token, or a completion that "
+                "begins with a blank"
             )
-        return pieces
+        return ids[:at] + pieces
 
-    def _encode(self, text: str, special: bool = False) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=special)["input_ids"]
+    def _encode(self, text: str) -> list[int]:
+        """Return the tokens of a text, without those that the tokenizer puts around texts."""
+        text.encode()  # half a surrogate pair, as JSON can have: this error names it
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _begin_of_texts(self) -> list[int]:
+        """Return the tokens that the tokenizer puts before each text, such as its BOS."""
+        plain = self._encode("a")
+        whole = self._tokenizer("a")["input_ids"]
+        starts = range(len(whole) - len(plain) + 1)
+        at = next((at for at in starts if whole[at : at + len(plain)] == plain), 0)
+        return whole[:at]
+
+    def _are_ended(self, ids: np.ndarray, mask: np.ndarray) -> bool:
+        """Return whether each turn in the loss ends with a special token."""
+        return set(ids[np.diff(mask, append=False) & mask].tolist()) <= self._special
 
     def _end_of_turn(self, ids: list[int], start: int) -> int:
         """Return where a reply ends: behind its last special token, if only blanks follow that, as
@@ -332,6 +400,15 @@ def _messages(messages: Any, column: str) -> list[dict[str, Any]]:
                 f"{where} must be a message with a role of {', '.join(ROLES)}, not {message!r:.80}"
             )
         message = {"content": "", "weight": 1, **message}
+        content = message["content"]
+        parts = content if isinstance(content, list) else []
+        if not isinstance(content, str | list | None) or not all(
+            isinstance(part, Mapping) for part in parts
+        ):
+            raise DatasetError(
+                f"{where}: content must be a string, or a list of parts such as "
+                f'{{"type": "text", "text": "..."}}, not {content!r:.80}'
+            )
         if message["weight"] not in (0, 1):
             raise DatasetError(f"{where}: weight must be 0 or 1, not {message['weight']!r}")
         try:

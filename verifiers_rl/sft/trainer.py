@@ -156,6 +156,7 @@ class SFTTrainer(RLTrainer):
             processing_class = tokenizer_of(model)
         rows, held_out = list[list[Tokens]](), list[list[Tokens]]()
         last_token: int | None = None
+        largest = (-1, "")  # token of the data, and where it is
         if args.process_index == 0:
             template = cast(dict[str, Any], args.chat_template_kwargs)
             tokens = Tokenization(processing_class, args.max_seq_len, template)
@@ -163,7 +164,10 @@ class SFTTrainer(RLTrainer):
             last_token = tokens.last_token(rows)
             if eval_dataset is not None:
                 held_out = tokens.of_rows(eval_dataset, "for evaluations", print)
-        found = broadcast_outcome({"num_rows": len(rows), "last_token": last_token}, args.device)
+            largest = tokens.largest
+        found = broadcast_outcome(
+            {"num_rows": len(rows), "last_token": last_token, "largest": largest}, args.device
+        )
         self._steps_per_epoch = math.ceil(found["num_rows"] / args.batch_size)
         if args.max_steps == -1:
             args = copy.copy(args)
@@ -181,7 +185,19 @@ class SFTTrainer(RLTrainer):
             weight_sync=NoServer(),
             **others,
         )
+        self._check_embedding(*found["largest"])
         self._let_servers_stop_at(found["last_token"])
+
+    def _check_embedding(self, token: int, where: str) -> None:
+        """Raise ConfigError if the model has no embedding for the largest token of the data."""
+        size = self._base_of(self.model).config.get_text_config().vocab_size
+        if token >= size:
+            text = cast(Any, self.processing_class).convert_ids_to_tokens(token)
+            raise ConfigError(
+                f"{where}: it has token {token} ({text!r}), and the model's embedding has {size} "
+                "rows, counted from 0. Take the model's own tokenizer, or save the model with more "
+                "rows (resize_token_embeddings)"
+            )
 
     def _let_servers_stop_at(self, token: int | None) -> None:
         """Add the token that ends replies to those in the model's generation_config, which is saved
