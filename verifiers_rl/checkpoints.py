@@ -162,7 +162,7 @@ class Checkpoints(TrainerCallback):
             self._find_best()
             if args.should_save:
                 trainer.state.save_to_json(str(folder / STATE))  # with the path of the best one
-                (folder / RL_STATE).write_text(json.dumps(states))
+                (folder / RL_STATE).write_text(json.dumps(states), "utf-8")
         self._saved_step = step
         if args.should_save:
             self._remove_old()
@@ -195,11 +195,16 @@ class Checkpoints(TrainerCallback):
 
     @contextmanager
     def saving_on_error(self) -> Iterator[None]:
-        """If what is inside fails, save a checkpoint of the steps so far, then raise the error."""
+        """If what is inside fails, save a checkpoint of the steps so far, then raise the error. A
+        full disk costs the checkpoint, and does not hide the error.
+        """
         try:
             yield
         except Exception:
-            self.save_unfinished()
+            try:
+                self.save_unfinished()
+            except OSError as second:
+                logger.error("no checkpoint of the steps so far: %s", second)
             raise
 
     def save_final(self) -> None:
@@ -294,8 +299,13 @@ class Checkpoints(TrainerCallback):
             remove_folder(path, self._folder / UNFINISHED)
 
 
+# Options whose values a checkpoint's optimizer has, so that new ones do not reach it.
+OF_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+
+
 class Position:
     """Where a run is between two lines of logs: what Trainer and the window of steps have summed.
+    Says so if an option was changed that only a new run can change.
 
     Args:
         trainer: the `RLTrainer`.
@@ -312,6 +322,7 @@ class Position:
             "loss": reduce_over_ranks(trainer._tr_loss).item() / trainer.args.world_size,
             "last_logged": trainer._globalstep_last_logged,
             "total_loss": trainer._total_loss_scalar,
+            "options": {name: getattr(trainer.args, name) for name in OF_OPTIMIZER},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -319,6 +330,14 @@ class Position:
         self._trainer._tr_loss += state["loss"]
         self._trainer._globalstep_last_logged = state["last_logged"]
         self._trainer._total_loss_scalar = state["total_loss"]
+        for name, before in state["options"].items():
+            now = getattr(self._trainer.args, name)
+            if now != before and self._trainer.is_world_process_zero():
+                logger.warning(
+                    "%s=%s: a resumed run goes on with its optimizer, so %s stays %s. To change "
+                    "it, begin a new run with the checkpoint as its model",
+                    *(name, now, name, before),
+                )
 
 
 def check_final(policy: Any, args: RLConfig) -> None:
@@ -453,7 +472,7 @@ class SavingTrainer(Trainer):
         ]
         if (folder / METRICS).is_file():
             lines += [f"- {line}" for line in summary(folder / METRICS).splitlines()]
-        (folder / CARD).write_text("\n".join([*lines, ""]))
+        (folder / CARD).write_text("\n".join([*lines, ""]), "utf-8", "replace")
 
     def push_to_hub(
         self,

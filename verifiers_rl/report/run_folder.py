@@ -11,7 +11,8 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,19 @@ MODEL_FILES = (*_MODEL, *_BESIDE_MODEL)
 
 class RunFolderError(ValueError):
     """A run cannot start in this folder; the message names the folder and the fix."""
+
+
+class WritingError(OSError):
+    """A file of the run cannot be written; the message names the file and the fix."""
+
+
+@contextmanager
+def writing(path: Path, fix: str = "make room there") -> Iterator[None]:
+    """Raise WritingError in place of an OSError, which does not name the file of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        raise WritingError(f"{path} cannot be written: {error}; {fix}") from error
 
 
 def newest_checkpoint(output_dir: str | Path) -> Path | None:
@@ -235,7 +249,7 @@ def is_hub_name(model: str) -> bool:
 
 
 def is_our_card(path: Path) -> bool:
-    return path.is_file() and CARD_MARK in path.read_text(errors="replace")
+    return path.is_file() and CARD_MARK in path.read_text("utf-8", "replace")
 
 
 # --- metrics.jsonl --------------------------------------------------------------------------------
@@ -248,7 +262,7 @@ def metrics_file(output_dir: str | Path) -> Path:
 def read_metrics(source: Path) -> list[dict[str, Any]]:
     """Return the rows of a metrics.jsonl, without lines that a killed process left unfinished."""
     rows = []
-    for line in source.read_text(errors="replace").splitlines():
+    for line in source.read_text("utf-8", "replace").splitlines():
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError:
@@ -263,8 +277,12 @@ def write_metrics(target: Path, rows: list[dict[str, Any]]) -> None:
 
 def _replace(target: Path, content: bytes) -> None:
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
-    unfinished.write_bytes(content)
-    unfinished.replace(target)
+    with writing(target):
+        try:
+            unfinished.write_bytes(content)
+            unfinished.replace(target)
+        finally:
+            unfinished.unlink(missing_ok=True)
 
 
 def as_line(row: dict[str, Any]) -> str:
@@ -272,6 +290,11 @@ def as_line(row: dict[str, Any]) -> str:
     return json.dumps(
         {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
     )
+
+
+def short(number: float) -> str:
+    """Return a number for people, with few digits however large it is."""
+    return f"{number:.3f}" if abs(number) < 1e6 else f"{number:.3g}"
 
 
 def summary(source: Path) -> str:
@@ -289,7 +312,7 @@ def summary(source: Path) -> str:
             continue
         # A value that is not finite is a string.
         found = [row for row in rows if isinstance(row.get(name), int | float)]
-        ends = [f"{row[name]:.3f} (step {row['step']})" for row in (*found[:1], *found[1:][-1:])]
+        ends = [f"{short(row[name])} (step {row['step']})" for row in (*found[:1], *found[1:][-1:])]
         lines += [f"{name}: {' -> '.join(ends)}"] if ends else []
     return "\n".join(lines)
 
@@ -300,7 +323,7 @@ def summary(source: Path) -> str:
 def read_run(folder: str | Path) -> dict[str, Any]:
     """Return run.json of a run; {} if there is none."""
     path = Path(folder) / RUN
-    return json.loads(path.read_text()) if path.is_file() else {}
+    return json.loads(path.read_text("utf-8")) if path.is_file() else {}
 
 
 def write_run(folder: Path, changes: Mapping[str, Any]) -> None:
@@ -350,7 +373,7 @@ def rl_state_of(checkpoint: str | Path) -> dict[str, Any]:
 
 def _read_state(checkpoint: str | Path, name: str) -> dict[str, Any]:
     try:
-        return dict(json.loads((Path(checkpoint) / name).read_text()))
+        return dict(json.loads((Path(checkpoint) / name).read_text("utf-8")))
     except (ValueError, TypeError) as error:
         raise RunFolderError(
             f"cannot resume from {str(checkpoint)!r}: its {name} cannot be read; choose another"
