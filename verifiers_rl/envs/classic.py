@@ -163,15 +163,12 @@ class ClassicEnvironment:
 
     def _without_overlong(self, dataset: Any) -> Any:
         """Return the dataset without the examples whose first prompt is too long."""
-        limit, render = self.options.max_prompt_len, Renderer(self.options.tokenizer).render
-        if limit is None:
-            return dataset
-        template = self.options.chat_template_kwargs
-        lengths = [len(render(prompt, **template)) for prompt in dataset["prompt"]]
-        kept = [number for number, length in enumerate(lengths) if length <= limit]
-        if num_left_out := len(lengths) - len(kept):
+        is_longer, limit = Renderer(self.options.tokenizer).is_longer, self.options.prompt_limit
+        template, prompts = self.options.chat_template_kwargs, dataset["prompt"]
+        kept = [i for i, prompt in enumerate(prompts) if not is_longer(prompt, limit, **template)]
+        if num_left_out := len(prompts) - len(kept):
             self.num_overlong_prompts += num_left_out
-            logger.warning("%d prompts longer than max_prompt_len=%d left out", num_left_out, limit)
+            logger.warning("%d %s left out", num_left_out, self.options.why_overlong)
         return dataset.select(kept)
 
     def sizes(self, split: Split) -> list[int]:

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import verifiers.v1 as vf
 
+from verifiers_rl.data import printable
 from verifiers_rl.envs import v1_changes as v1_changes
 from verifiers_rl.envs.base import (
     InvalidEnvironmentError,
@@ -145,7 +146,7 @@ class V1Environment:
             self._eval_tasks = list(itertools.islice(self._iterate(of_evaluation), stop))
         left_out = ""
         if num := self.num_overlong_prompts:
-            left_out = f"; {num} prompts longer than max_prompt_len={self.options.max_prompt_len}"
+            left_out = f"; {num} {self.options.why_overlong}"
             logger.warning("environment %r%s left out", self.name, left_out)
         if not self._tasks:
             raise InvalidEnvironmentError(f"it has no tasks{left_out}")
@@ -155,13 +156,16 @@ class V1Environment:
 
     def _iterate(self, taskset: Any) -> Iterator[vf.Task]:
         """Yield the taskset's tasks, without those whose first prompt is too long."""
-        limit, template = self.options.max_prompt_len, self.options.chat_template_kwargs
+        limit, template = self.options.prompt_limit, self.options.chat_template_kwargs
         num_in_a_row = 0
         for task in taskset:
-            prompt = first_messages(task)
-            if limit is None or self.options.tokenizer is None:
-                yield task
-            elif len(self.renderer.render(prompt, **template)) <= limit:
+            prompt, is_longer = first_messages(task), False
+            if self.options.tokenizer is not None:
+                try:
+                    is_longer = self.renderer.is_longer(prompt, limit, **template)
+                except ValueError as error:
+                    raise InvalidEnvironmentError(f"task {task.data.idx}: {error}") from error
+            if not is_longer:
                 num_in_a_row = 0
                 yield task
             else:
@@ -169,8 +173,8 @@ class V1Environment:
                 num_in_a_row += 1
                 if not taskset.bounded and num_in_a_row >= MAX_OVERLONG:
                     raise InvalidEnvironmentError(
-                        f"{num_in_a_row} tasks of its stream one after the other have a prompt "
-                        f"longer than max_prompt_len={limit}"
+                        f"{num_in_a_row} tasks of its stream one after the other have "
+                        f"{self.options.why_overlong}"
                     )
 
     def sizes(self, split: Split) -> list[int]:
@@ -293,8 +297,8 @@ def trained_traces(episode: vf.Episode) -> list[vf.Trace]:
         last = [end.last_error for end in ends if end.last_error is not None]
         if not last:
             raise EpisodeError("the episode did not complete")
-        failure = EpisodeError(f"{last[0].type}: {last[0].message}")
-        failure.add_note(last[0].traceback or "")
+        failure = EpisodeError(printable(f"{last[0].type}: {last[0].message}"))
+        failure.add_note(printable(last[0].traceback or ""))
         raise failure
     if late := [trace.agent.name for trace in episode.traces if trace.is_timeout]:
         raise EpisodeError(
