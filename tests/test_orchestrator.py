@@ -120,8 +120,10 @@ def test_advantages_that_an_environment_has_set_are_kept(make_orchestrator):
         (lambda group: [1.0], "returned 1 advantages for 4 rollouts"),
         (lambda group: [float("nan")] * 4, "an advantage is nan"),
         (lambda group: [[1.0]] * 4, "1 advantages for a rollout whose samples have"),
-        (lambda group: ["high"] * 4, "returned what is no number: could not convert string"),
-        (lambda group: 1.0, "returned what is no number: 'float' object is not iterable"),
+        (lambda group: ["high"] * 4, r"returned \['high', .* for 4 rollouts; expected a list with"),
+        (lambda group: 1.0, "returned 1.0 for 4 rollouts; expected a list with a number for each"),
+        (lambda group: None, "returned None for 4 rollouts; expected a list"),
+        (lambda group: np.float64(2), "returned .*2.0.* for 4 rollouts; expected a list"),
     ],
 )
 def test_an_advantage_function_that_breaks_its_contract_ends_training(
