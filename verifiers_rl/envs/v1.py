@@ -157,10 +157,12 @@ class V1Environment:
     def _iterate(self, taskset: Any) -> Iterator[vf.Task]:
         """Yield the taskset's tasks, without those whose first prompt is too long."""
         limit, template = self.options.prompt_limit, self.options.chat_template_kwargs
+        # Other harnesses may show the model less than the prompt.
+        has_limit = self.options.max_prompt_len is not None or plays_in_our_chat_here(self.env)
         num_in_a_row = 0
         for task in taskset:
             prompt, is_longer = first_messages(task), False
-            if self.options.tokenizer is not None:
+            if has_limit and self.options.tokenizer is not None:
                 try:
                     is_longer = self.renderer.is_longer(prompt, limit, **template)
                 except ValueError as error:
