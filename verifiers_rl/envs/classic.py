@@ -163,6 +163,8 @@ class ClassicEnvironment:
 
     def _without_overlong(self, dataset: Any) -> Any:
         """Return the dataset without the examples whose first prompt is too long."""
+        if self.options.max_prompt_len is None and not self.options.client_type.endswith("_token"):
+            return dataset  # others render the prompts
         is_longer, limit = Renderer(self.options.tokenizer).is_longer, self.options.prompt_limit
         template, prompts = self.options.chat_template_kwargs, dataset["prompt"]
         kept = [i for i, prompt in enumerate(prompts) if not is_longer(prompt, limit, **template)]
