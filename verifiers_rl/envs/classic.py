@@ -163,14 +163,16 @@ class ClassicEnvironment:
 
     def _without_overlong(self, dataset: Any) -> Any:
         """Return the dataset without the examples whose first prompt is too long."""
-        if self.options.max_prompt_len is None and not self.options.client_type.endswith("_token"):
-            return dataset  # others render the prompts
-        is_longer, limit = Renderer(self.options.tokenizer).is_longer, self.options.prompt_limit
-        template, prompts = self.options.chat_template_kwargs, dataset["prompt"]
+        options = self.options
+        is_rendered_here = options.max_prompt_len or options.client_type.endswith("_token")
+        if options.tokenizer is None or not is_rendered_here:
+            return dataset
+        is_longer, limit = Renderer(options.tokenizer).is_longer, options.prompt_limit
+        template, prompts = options.chat_template_kwargs, dataset["prompt"]
         kept = [i for i, prompt in enumerate(prompts) if not is_longer(prompt, limit, **template)]
         if num_left_out := len(prompts) - len(kept):
             self.num_overlong_prompts += num_left_out
-            logger.warning("%d %s left out", num_left_out, self.options.why_overlong)
+            logger.warning("%d %s left out", num_left_out, options.why_overlong)
         return dataset.select(kept)
 
     def sizes(self, split: Split) -> list[int]:
