@@ -78,8 +78,8 @@ def check_arguments(
         if name in _WITHOUT_EFFECT:
             raise ConfigError(f"{name} has no effect in RLTrainer: {_WITHOUT_EFFECT[name]}")
         if name not in (known := inspect.signature(Trainer.__init__).parameters):
-            others_of_trl = "options belong into RLConfig; see docs/from_trl.md"
-            hint = _DATA if name.startswith("reward_") else did_you_mean(name, known, others_of_trl)
+            elsewhere = "options belong into RLConfig; see docs/from_trl.md"
+            hint = _DATA if name.startswith("reward_") else did_you_mean(name, known, elsewhere)
             raise ConfigError(f"RLTrainer takes no argument {name!r}: {hint}")
     if not isinstance(args, RLConfig):
         raise ConfigError(f"args: expected an RLConfig, got {type(args).__name__}")

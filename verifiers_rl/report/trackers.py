@@ -66,7 +66,10 @@ def print_rollouts(rollouts: Sequence[Rollout], step: int, num_rows: int = 2) ->
         shown = (printable(_shorten(text, 400)) for text in (rollout.prompt, rollout.completion))
         sign = "+" * (rollout.advantage >= 0)
         table.add_row(*map(Text, shown), short(rollout.reward), sign + short(rollout.advantage))
-    Console().print(table)
+    console = Console()
+    with console.capture() as captured:
+        console.print(table)
+    print(captured.get(), end="", flush=True)  # rich itself would end the process at a broken pipe
 
 
 def _shorten(text: str, limit: int) -> str:
