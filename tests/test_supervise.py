@@ -188,10 +188,16 @@ def test_a_bad_flag_of_a_server_is_named_as_in_the_toml(run, monkeypatch, capsys
         ),
         (["vf-vllm: error: TMPDIR='/t': has 107 bytes"], 1, ": TMPDIR='/t': has 107 bytes"),
         (["vf-vllm: model 'm': no such folder"], 1, ": model 'm': no such folder"),
+        (
+            ["PermissionError: [Errno 13] Permission denied: '/.cache'"],
+            1,
+            ": PermissionError: [Errno 13] Permission denied: '/.cache' (set HOME to a folder",
+        ),
         (["INFO loading"], -9, ""),
     ],
 )
-def test_the_line_that_says_why_a_server_did_not_start_is_found(lines, status, said):
+def test_the_line_that_says_why_a_server_did_not_start_is_found(lines, status, said, monkeypatch):
+    monkeypatch.setenv("HOME", "/nowhere")
     assert supervise.cause_in(lines, status).startswith(said)
     assert bool(supervise.cause_in(lines, status)) == bool(said)
 
