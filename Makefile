@@ -68,8 +68,9 @@ demo:
 else
 demo: $(INSTALLED)
 	@# First, because making the model takes minutes.
-	@$(BIN)/python -c "import sys; sys.tracebacklimit = 0; from verifiers_rl.inference.port import reserve_port; \
-		reserve_port('127.0.0.1', $(PORT))" || { echo "Another one: make demo PORT=8001"; exit 1; }
+	@$(BIN)/python -c "import sys; from verifiers_rl.inference.port import reserve_port; \
+		sys.excepthook = lambda kind, error, trace: print(error); reserve_port('127.0.0.1', $(PORT))" || \
+		{ echo "Another port: make demo PORT=8001"; exit 1; }
 	$(BIN)/python examples/warm_start.py $(EXAMPLE)/reverse_text.py $(EXAMPLE)/outputs/warm_start
 	$(BIN)/vf-rl @ $(EXAMPLE)/rl.toml --trainer.args.vllm_server_port $(PORT) --overwrite --no-tmux
 endif

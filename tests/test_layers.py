@@ -218,7 +218,7 @@ EVALUATES = (
         (EVALUATES, "save_strategy no", "load_best_model_at_end"),
         ("kl_beta = 0.1\nkl_target = 0.2\n", "kl_beta 0", "kl_target"),
         ('save_final = "merged"\n', "use_lora false", "save_final"),
-        ("vllm_server_port = 8001\n", "vllm_servers h:1", "vllm_server_port"),
+        ("vllm_server_port = 8001\n", 'vllm_servers ["h:1"]', "vllm_server_port"),
     ],
 )
 def test_what_a_later_layer_switches_off_takes_its_dependents_along(compose, text, word, gone):
@@ -243,7 +243,7 @@ def test_fewer_gpus_or_servers_that_run_already_take_along_what_needs_the_others
     text = BASE + 'fsdp = "full_shard"\n[trainer]\ngpus = 4\n'
     assert "fsdp" not in compose(text, words="--trainer.gpus 1").trainer.args
     assert compose(text, words="--trainer.gpus 2").trainer.args["fsdp"] == "full_shard"
-    config = compose(BASE, words="--trainer.args.vllm_servers h:1")
+    config = compose(BASE, words='--trainer.args.vllm_servers ["h:1"]')
     assert config.inference.gpus == 0 and config.inference.args == {}
 
 

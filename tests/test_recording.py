@@ -140,6 +140,7 @@ COMMANDS = "\x1b]0;title\x07\x1b[2J\x9b2J\r\b"  # title, clear, clear, to the fr
 def test_no_text_of_a_model_ends_a_run_or_commands_the_terminal(monkeypatch, encoding):
     terminal = io.TextIOWrapper(io.BytesIO(), encoding, write_through=True)
     monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "80")
     print_all_characters()
     group = make_group(1, 0, num=2)
     group[0].prompt, group[0].completion = f"\u6f22{COMMANDS}?", "\ud800 \u2192 one\ntwo"
