@@ -239,9 +239,9 @@ def test_what_a_later_layer_switches_off_takes_its_dependents_along(compose, tex
                 compose(*texts).make_args(use_cpu=True)
 
 
-def test_fewer_gpus_or_servers_that_run_already_take_along_what_needs_the_others(compose):
+def test_no_gpus_and_servers_that_run_already_take_along_what_needs_the_others(compose):
     text = BASE + 'fsdp = "full_shard"\n[trainer]\ngpus = 4\n'
-    assert "fsdp" not in compose(text, words="--trainer.gpus 1").trainer.args
+    assert "fsdp" not in compose(text, words="--trainer.gpus 0").trainer.args
     assert compose(text, words="--trainer.gpus 2").trainer.args["fsdp"] == "full_shard"
     config = compose(BASE, words='--trainer.args.vllm_servers ["h:1"]')
     assert config.inference.gpus == 0 and config.inference.args == {}

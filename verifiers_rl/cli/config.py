@@ -604,13 +604,16 @@ _DEPENDENTS: list[tuple[str, tuple[Any, ...], tuple[str, ...]]] = [
     ("trainer.args.kl_beta", (0, None), ("trainer.args.kl_target",)),
     (
         "trainer.gpus",
-        (0, 1),
+        (0,),
         ("trainer.args.fsdp", "trainer.args.fsdp_config", "trainer.args.deepspeed"),
     ),
     (
         "trainer.args.vllm_servers",
         (),
-        ("inference", "trainer.args.vllm_server_host", "trainer.args.vllm_server_port"),
+        (
+            *("inference", "cluster.inference_nodes"),
+            *("trainer.args.vllm_server_host", "trainer.args.vllm_server_port"),
+        ),
     ),
 ]
 
