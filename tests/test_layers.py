@@ -214,7 +214,6 @@ EVALUATES = (
     ("text", "word", "gone"),
     [
         (EVALUATES, "eval_strategy no", "eval_steps eval_on_start load_best_model_at_end"),
-        (EVALUATES, "eval_strategy none", "eval_steps eval_on_start load_best_model_at_end"),
         (EVALUATES, "save_strategy no", "load_best_model_at_end"),
         ("kl_beta = 0.1\nkl_target = 0.2\n", "kl_beta 0", "kl_target"),
         ('save_final = "merged"\n', "use_lora false", "save_final"),

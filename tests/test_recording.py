@@ -164,7 +164,7 @@ def test_a_terminal_that_is_gone_does_not_end_a_run(make, tmp_path, monkeypatch,
     monkeypatch.setattr(sys, "stdout", Gone())
     trainer.train()
     assert read_run(tmp_path / "run")["status"] == "finished"
-    assert "a table of rollouts cannot be shown: [Errno 32] Broken pipe" in caplog.text
+    assert "a table of rollouts cannot be shown: broken pipe" in caplog.text
 
 
 def test_a_resumed_run_has_each_rollout_once(make, tmp_path):

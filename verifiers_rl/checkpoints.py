@@ -38,6 +38,7 @@ from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.distributed import HostGroup, reduce_over_ranks
 from verifiers_rl.process.disk import put_in_place, remove_folder, sync, sync_tree
 from verifiers_rl.process.interrupts import say
+from verifiers_rl.process.terminal import showing
 from verifiers_rl.report.metrics import StepWindow
 from verifiers_rl.report.run_folder import (
     CARD,
@@ -232,7 +233,8 @@ class Checkpoints(TrainerCallback):
         if trainer.is_world_process_zero():
             if args.save_final == "merged":
                 shutil.copy(self._folder / CARD, merged / CARD)
-            print("\n".join(closing_lines(self._folder)), flush=True)
+            with showing("how the run ended"):
+                print("\n".join(closing_lines(self._folder)), flush=True)
 
     # --- All ranks --------------------------------------------------------------------------------
 

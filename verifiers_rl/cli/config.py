@@ -592,7 +592,7 @@ def load_run_config(
 _DEPENDENTS: list[tuple[str, tuple[Any, ...], tuple[str, ...]]] = [
     (
         "trainer.args.eval_strategy",
-        ("no", None),
+        ("no",),
         (
             *("trainer.args.eval_steps", "trainer.args.eval_on_start"),
             *("trainer.args.load_best_model_at_end", "trainer.args.metric_for_best_model"),
@@ -601,7 +601,7 @@ _DEPENDENTS: list[tuple[str, tuple[Any, ...], tuple[str, ...]]] = [
     ),
     ("trainer.args.save_strategy", ("no",), ("trainer.args.load_best_model_at_end",)),
     ("trainer.args.use_lora", (False,), ("trainer.args.save_final",)),
-    ("trainer.args.kl_beta", (0, None), ("trainer.args.kl_target",)),
+    ("trainer.args.kl_beta", (0,), ("trainer.args.kl_target",)),
     (
         "trainer.gpus",
         (0,),

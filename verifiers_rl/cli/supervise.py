@@ -58,7 +58,7 @@ def cause_in(lines: Sequence[str], status: int | None) -> str:
         why += " (shared memory, /dev/shm, or the disk is full; docker run --shm-size=8g)"
     if "PermissionError" in why and not os.access(os.path.expanduser("~"), os.W_OK):
         why += " (set HOME to a folder that this user can write, for caches)"
-    return f": {why.strip()}" if why else ""
+    return printable(f": {why.strip()}") if why else ""
 
 
 class Supervised:

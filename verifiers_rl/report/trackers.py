@@ -59,6 +59,10 @@ def print_rollouts(rollouts: Sequence[Rollout], step: int, num_rows: int = 2) ->
     from rich.table import Table
     from rich.text import Text
 
+    class Terminal(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError("broken pipe")  # where rich would end the process
+
     names = ("prompt", "completion", "reward", "advantage")
     table = Table(*names, title=f"step {step}", show_lines=True, expand=True)
     for rollout in from_low_to_high(rollouts, num_rows):
@@ -66,10 +70,7 @@ def print_rollouts(rollouts: Sequence[Rollout], step: int, num_rows: int = 2) ->
         shown = (printable(_shorten(text, 400)) for text in (rollout.prompt, rollout.completion))
         sign = "+" * (rollout.advantage >= 0)
         table.add_row(*map(Text, shown), short(rollout.reward), sign + short(rollout.advantage))
-    console = Console()
-    with console.capture() as captured:
-        console.print(table)
-    print(captured.get(), end="", flush=True)  # rich itself would end the process at a broken pipe
+    Terminal().print(table)
 
 
 def _shorten(text: str, limit: int) -> str:
