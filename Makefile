@@ -58,6 +58,8 @@ $(CLASSIC): Makefile | $(INSTALLED)
 	touch $@
 
 EXAMPLE := examples/reverse_text
+# Of the demo's server.
+PORT := 8000
 
 # Its model is made for a CPU, which vLLM's GPU build cannot run on.
 ifeq ($(EXTRA),vllm)
@@ -65,8 +67,12 @@ demo:
 	$(MAKE) CPU=1 demo
 else
 demo: $(INSTALLED)
+	@# First, because making the model takes minutes.
+	@$(BIN)/python -c "import sys; from verifiers_rl.inference.port import reserve_port; \
+		sys.excepthook = lambda kind, error, trace: print(error); reserve_port('127.0.0.1', $(PORT))" || \
+		{ echo "Another port: make demo PORT=8001"; exit 1; }
 	$(BIN)/python examples/warm_start.py $(EXAMPLE)/reverse_text.py $(EXAMPLE)/outputs/warm_start
-	$(BIN)/vf-rl @ $(EXAMPLE)/rl.toml --overwrite --no-tmux
+	$(BIN)/vf-rl @ $(EXAMPLE)/rl.toml --trainer.args.vllm_server_port $(PORT) --overwrite --no-tmux
 endif
 
 test: $(INSTALLED) $(CLASSIC)

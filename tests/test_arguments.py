@@ -32,7 +32,10 @@ def args(tmp_path):
         ),
         ({"compute_metrics": print}, "compute_metrics has no effect"),
         ({"tokenizer": None}, "no argument 'tokenizer': .*from_trl.md"),
-        ({"reward_funcs": print}, "no argument 'reward_funcs': options belong into RLConfig"),
+        (
+            {"reward_funcs": print},
+            r"no argument 'reward_funcs': data and rewards belong to env: RLTrainer\(model, env_",
+        ),
         ({"num_generations": 8}, "no argument 'num_generations': .* see docs/from_trl.md"),
         ({"processing_class": "./model"}, "processing_class='./model': expected a tokenizer"),
         ({"loss_fn": "ppo"}, r"loss_fn='ppo' is no function; .* RLConfig\(loss=\.\.\.\)"),
@@ -79,6 +82,21 @@ def test_variables_that_change_the_numbers_of_a_step_are_refused(args, monkeypat
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     with pytest.raises(ConfigError, match="ACCELERATE_MIXED_PRECISION=bf16 in the environment"):
         RLTrainer("a/model", "an env", args)
+
+
+def test_what_a_user_of_trl_types_first_is_answered(args):
+    message = r"belong to env: RLTrainer\(model, env_from\(prompts, reward.* docs/from_trl\.md"
+    for given in (
+        {"reward_funcs": print, "train_dataset": []},
+        {"train_dataset": [], "args": TrainingArguments()},
+        {"reward_funcs": [print], "args": args, "train_dataset": []},
+    ):
+        with pytest.raises(ConfigError, match=message):
+            RLTrainer("a/model-that-is-not-looked-for", **given)
+    with pytest.raises(ConfigError, match="args: expected an RLConfig, got NoneType"):
+        RLTrainer("a/model-that-is-not-looked-for", "an env")
+    with pytest.raises(ConfigError, match="env is None: pass an environment"):
+        RLTrainer("a/model-that-is-not-looked-for", args=args)
 
 
 def test_arguments_of_another_trainer_are_refused(tmp_path):
@@ -149,6 +167,14 @@ def test_the_adapter_of_a_run_is_trained_on_and_found_from_anywhere(tmp_path, mo
             r"a loss of shape \(\d+,\); expected a",
         ),
         (lambda inputs: LossOutputs(inputs.advantages.sum()), "a loss without gradient"),
+        (
+            lambda inputs: LossOutputs((inputs.trainer_logprobs - inputs.reference_logprobs).sum()),
+            r"met a None: unsupported .* write @needs\(\"reference_logprobs\"\) above it",
+        ),
+        (
+            lambda inputs: LossOutputs(inputs.reference_logprobs.exp().sum()),
+            r"met a None: 'NoneType' .* write @needs\(\"reference_logprobs\"\) above it",
+        ),
         (
             lambda inputs: LossOutputs(inputs.trainer_logprobs.sum(), {"x": 1.0}),
             "the metric 'x' of float; expected one number a token",

@@ -137,11 +137,17 @@ def test_vf_train_becomes_the_launcher_of_a_rank_for_each_gpu(write_toml, monkey
 
 def test_a_flag_of_the_toml_is_ours_only_where_it_is_not_set(write_toml):
     toml = '[env]\nid = "e"\n[inference]\ngpus = 2\n[inference.args]\n'
-    config = load_run_config(write_toml(f"{toml}max_model_len = 64\npipeline_parallel_size = 2\n"))
+    config = load_run_config(
+        write_toml(f"{toml}max_model_len = 9999\npipeline_parallel_size = 2\n")
+    )
     flags = plan.plan_servers(config)[0].command("h", 7)
     # Ours, which follow from the trainer's options, would win as the last.
-    assert flags.count("--max-model-len") == 1 and flags[flags.index("--max-model-len") + 1] == "64"
+    assert (
+        flags.count("--max-model-len") == 1 and flags[flags.index("--max-model-len") + 1] == "9999"
+    )
     assert "--tensor-parallel-size" not in flags
+    with pytest.raises(TomlError, match=r"max_model_len=64: must be at least max_seq_len=2048 of"):
+        plan.plan_servers(load_run_config(write_toml(f"{toml}max_model_len = 64\n")))
     with pytest.raises(TomlError, match="has 'port'; set vllm_server_port in"):
         load_run_config(write_toml(f"{toml}port = 3\n"))
     with pytest.raises(TomlError, match="has 'max-model-len'; write max_model_len"):

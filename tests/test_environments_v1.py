@@ -593,6 +593,51 @@ def test_overlong_prompts_are_left_out(tokenizer, tmp_path):
         V1Environment(env, replace(options, max_prompt_len=5))
 
 
+def test_prompts_that_fill_max_seq_len_are_counted_at_the_start(tokenizer, caplog):
+    options = RunnerOptions("http://unused", tokenizer, max_seq_len=15)  # the third one has 24
+    assert V1Environment(load(), options).sizes("train") == [3]
+    (said,) = caplog.messages
+    assert "1 prompts that fill max_seq_len=15 (raise it, or set max_prompt_len) left out" in said
+    prompt = "long " * 30
+    with pytest.raises(InvalidEnvironmentError, match="no tasks; 4 prompts that fill max_seq_len"):
+        V1Environment(load(options={"prompt": prompt}), replace(options, max_seq_len=100))
+    # A prompt of few bytes is not rendered: only the first one of its roles is.
+    rendered = []
+
+    class Counting(type(tokenizer)):
+        def apply_chat_template(self, messages, **options):
+            rendered.append(messages)
+            return super().apply_chat_template(messages, **options)
+
+    counting = copy.deepcopy(tokenizer)
+    counting.__class__ = Counting
+    env = V1Environment(
+        load(options={"num_tasks": 40}), RunnerOptions("http://unused", counting, 99)
+    )
+    assert env.sizes("train") == [40] and len(rendered) == 2  # one of them has a system prompt
+
+
+@pytest.mark.parametrize(
+    "refuses",
+    [
+        "{%- if messages[0]['role'] == 'system' -%}{{ raise_exception('no system role') }}"
+        "{%- endif -%}",
+        "{%- if messages[0]['role'] == 'system' -%}{{ 'no system role' + none }}{%- endif -%}",
+    ],
+)
+def test_a_prompt_that_the_template_refuses_is_told_before_any_rollout(tokenizer, refuses):
+    gemma = copy.deepcopy(tokenizer)
+    gemma.chat_template = refuses + gemma.chat_template
+    options = RunnerOptions("http://unused", gemma, 200)
+    said = r"environment 'env': task 2: the model's chat template refuses its prompt, of the roles "
+    with pytest.raises(InvalidEnvironmentError, match=said + "system, user: "):
+        V1Environment(load(), options)
+    assert V1Environment(load(options={"num_tasks": 2}), options).sizes("train") == [2]
+    # Here a simulated user opens, so the template never gets the system prompt alone.
+    alone = [{"role": "system", "content": "be brief"}]
+    assert not V1Environment(load(options={"num_tasks": 2}), options).renderer.is_longer(alone, 99)
+
+
 def test_evaluation_has_its_own_taskset(tokenizer, tmp_path):
     env = load(eval_taskset={"num_tasks": 2})
     args = RLConfig(output_dir=str(tmp_path), env_workers=0)

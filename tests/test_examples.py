@@ -3,6 +3,10 @@ Rewards are tested in test_example_environments.py, and on the real server (test
 """
 
 import asyncio
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -82,3 +86,14 @@ def test_the_readme_has_the_commands_that_make_it_run(name):
     text = (folder / "README.md").read_text()
     assert f"examples/warm_start.py examples/{name}/{name}.py" in text
     assert f"vf-rl @ examples/{name}/rl.toml" in text
+
+
+def test_the_demo_looks_at_its_port_before_it_makes_the_model():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        words = ["CPU=1", f"BIN={Path(sys.executable).parent}", f"PORT={port}", "demo"]
+        make = ["make", "-o", ".venv-cpu/installed-cpu", *words]  # which installs nothing
+        done = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0 and "warm start" not in done.stdout
+    assert f"cannot listen on 127.0.0.1:{port}: " in done.stdout
+    assert "make demo PORT=8001" in done.stdout

@@ -303,8 +303,40 @@ def test_an_evaluation_that_is_switched_off_has_no_defaults(read):
     assert config.trainer.args == {"eval_strategy": "no", "eval_examples": 5}
     config.make_args(use_cpu=True)
     config = read(text + "interval = 7\n", words="--trainer.args.eval_strategy no")
-    with pytest.raises(TomlError, match=r"0\.toml: \[eval\] interval=7: without effect unless"):
-        config.make_args(use_cpu=True)
+    assert config.make_args(use_cpu=True).eval_steps is None
+    filtered = text + "[difficulty_filter]\n"
+    config = read(filtered, words="--trainer.args.eval_strategy no")
+    assert config.trainer.args["group_filter"] == {"min_reward_variance": 1e-6}
+
+
+PRIME_RL = """
+max_steps = 20
+seq_len = 2048
+[model]
+name = "PrimeIntellect/Qwen3-0.6B-Reverse-Text-SFT"
+[wandb]
+project = "reverse-text"
+[trainer.optim]
+lr = 3e-6
+[orchestrator]
+batch_size = 128
+[[orchestrator.env]]
+id = "reverse-text"
+[inference]
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (PRIME_RL, r"\[orchestrator\], \[model\]"),
+        ('[model]\nname = "m"\n[optim]\nlr = 1\n', r"\[model\], \[optim\]"),
+    ],
+)
+def test_a_file_for_prime_rl_itself_is_told_from_a_mix_of_layouts(read, text, named):
+    said = rf"0\.toml: {named}: this is a file for prime-rl itself, .* \"Two layouts\" in docs/"
+    with pytest.raises(TomlError, match=said):
+        read(text)
 
 
 def test_an_error_about_an_environment_of_evaluations_counts_it_among_all(read):

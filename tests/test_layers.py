@@ -204,6 +204,48 @@ def test_servers_that_run_already_can_be_left_out(compose):
     assert compose(without).inference.gpus == 0
 
 
+EVALUATES = (
+    'eval_strategy = "steps"\neval_steps = 5\neval_on_start = true\nsave_steps = 5\n'
+    "load_best_model_at_end = true\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "word", "gone"),
+    [
+        (EVALUATES, "eval_strategy no", "eval_steps eval_on_start load_best_model_at_end"),
+        (EVALUATES, "save_strategy no", "load_best_model_at_end"),
+        ("kl_beta = 0.1\nkl_target = 0.2\n", "kl_beta 0", "kl_target"),
+        ('save_final = "merged"\n', "use_lora false", "save_final"),
+        ("vllm_server_port = 8001\n", 'vllm_servers ["h:1"]', "vllm_server_port"),
+    ],
+)
+def test_what_a_later_layer_switches_off_takes_its_dependents_along(compose, text, word, gone):
+    name = word.split()[0]
+    config = compose(BASE + text, words=f"--trainer.args.{word}")
+    check_trainer_args(config)
+    config.make_args(use_cpu=True)  # nothing is refused
+    assert not {*gone.split()} & config.trainer.args.keys()
+    rest = {line.split(" = ")[0] for line in (BASE + text).splitlines() if " = " in line}
+    assert rest & config.trainer.args.keys() >= {"max_steps", "loss_args"} - {name}
+    # What the same layer, or a later one, has is meant, and is refused with its place.
+    if name == "kl_beta":
+        for texts, where in (
+            ((BASE + "kl_beta = 0.0\nkl_target = 0.2\n",), "/0/"),
+            ((BASE + "kl_beta = 0.0\n", "[trainer.args]\nkl_target = 0.2\n"), "/1/"),
+        ):
+            with pytest.raises(TomlError, match=rf"{where}config\.toml: .* kl_target=0\.2: with"):
+                compose(*texts).make_args(use_cpu=True)
+
+
+def test_no_gpus_and_servers_that_run_already_take_along_what_needs_the_others(compose):
+    text = BASE + 'fsdp = "full_shard"\n[trainer]\ngpus = 4\n'
+    assert "fsdp" not in compose(text, words="--trainer.gpus 0").trainer.args
+    assert compose(text, words="--trainer.gpus 2").trainer.args["fsdp"] == "full_shard"
+    config = compose(BASE, words='--trainer.args.vllm_servers ["h:1"]')
+    assert config.inference.gpus == 0 and config.inference.args == {}
+
+
 def test_an_id_and_a_model_of_digits_are_text(compose):
     config = compose('model = "m"\n[env]\nid = "a"\n', words="--env.id 2048 --model 7")
     assert (config.envs[0].id, config.model) == ("2048", "7")

@@ -130,8 +130,10 @@ def test_advantages_that_an_environment_has_set_are_kept(make_orchestrator):
         (lambda group: [[1.0]] * 4, "1 advantages for a rollout whose samples have"),
         (lambda group: [1e300, -1e300, 0.0, 0.0], r"an advantage is 1e\+300; its size must be 1e"),
         (lambda group: [[3e38] * len(r.samples[0].token_ids) for r in group], "is 3e"),
-        (lambda group: ["high"] * 4, "returned what is no number: could not convert string"),
-        (lambda group: 1.0, "returned what is no number: 'float' object is not iterable"),
+        (lambda group: ["high"] * 4, r"returned \['high', .* for 4 rollouts; expected a list with"),
+        (lambda group: 1.0, "returned 1.0 for 4 rollouts; expected a list with a number for each"),
+        (lambda group: None, "returned None for 4 rollouts; expected a list"),
+        (lambda group: np.float64(2), "returned .*2.0.* for 4 rollouts; expected a list"),
     ],
 )
 def test_an_advantage_function_that_breaks_its_contract_ends_training(

@@ -143,7 +143,7 @@ def test_arrows_point_down():
             assert rooms <= {*PURE}, module
             assert {name.split(".")[0] for name in imports(modules()[module])} <= {
                 "torch", "verifiers_rl", "__future__", "collections", "contextlib", "dataclasses",
-                "functools", "inspect", "math", "typing", "numpy", "asyncio", "bisect",
+                "functools", "inspect", "math", "typing", "numpy", "asyncio", "bisect", "reprlib",
             }, module  # fmt: skip
 
 
@@ -271,6 +271,16 @@ def test_a_worker_of_vllm_loads_only_what_receives_weights():
         roots = {name.split(".")[0] for name in imports(known[module])}
         assert not roots & {"transformers", "verifiers", "peft", "accelerate", "httpx"}, module
         assert not any("fsdp" in name for name in imports(known[module])), module
+
+
+def test_text_files_are_utf8_whatever_the_locale():
+    for module, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            name = getattr(getattr(node, "func", None), "attr", "")
+            # A script, which envs.base reads, says in which encoding it is.
+            if name in ("read_text", "write_text") and module != "envs.base":
+                said = {word.value for word in ast.walk(node) if isinstance(word, ast.Constant)}
+                assert said & {"utf-8", "utf-8-sig"}, (module, ast.unparse(node))
 
 
 # --- How large it is ------------------------------------------------------------------------------

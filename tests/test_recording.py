@@ -1,8 +1,10 @@
 """What a run writes beside its metrics: run.json, rollouts, tables in trackers."""
 
+import io
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -14,11 +16,13 @@ from transformers import TrainerCallback
 from tests.helpers import StubSource, make_samples
 from tests.test_rollouts import read as read_rollouts
 from tests.test_trainer import make_trainer, tokenizer  # noqa: F401 - fixtures
+from verifiers_rl.data import describe_error
 from verifiers_rl.envs.workers import WorkerError
+from verifiers_rl.process.terminal import print_all_characters
 from verifiers_rl.report.recording import row_of
-from verifiers_rl.report.rollouts import RolloutWriter, WritingError
-from verifiers_rl.report.run_folder import read_run
-from verifiers_rl.report.trackers import ATTRIBUTES, from_low_to_high
+from verifiers_rl.report.rollouts import RolloutWriter
+from verifiers_rl.report.run_folder import WritingError, read_run
+from verifiers_rl.report.trackers import ATTRIBUTES, from_low_to_high, print_rollouts
 from verifiers_rl.requests import RolloutError
 from verifiers_rl.types import Batch, Rollout
 
@@ -129,6 +133,40 @@ def test_people_see_some_rollouts_of_each_logged_step(make, capsys):
     assert "step 1" in shown and "a0" in shown and "a3" in shown and "a1" not in shown
 
 
+COMMANDS = "\x1b]0;title\x07\x1b[2J\x9b2J\r\b"  # title, clear, clear, to the front, one back
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8"])
+def test_no_text_of_a_model_ends_a_run_or_commands_the_terminal(monkeypatch, encoding):
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding, write_through=True)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "80")
+    print_all_characters()
+    group = make_group(1, 0, num=2)
+    group[0].prompt, group[0].completion = f"\u6f22{COMMANDS}?", "\ud800 \u2192 one\ntwo"
+    group[0].reward, group[1].reward = -3e38, 1e30
+    print_rollouts(group, 1)
+    print("\u6f22")  # whatever else is printed
+    shown = terminal.buffer.getvalue().decode(encoding)
+    assert not {*shown} & {*"\x1b\x07\x9b\r\b"} and "]0;title" in shown
+    assert "one" in shown and "two" in shown and "1e+30" in shown and "-3e+38" in shown
+    assert max(map(len, shown.splitlines())) <= 100  # a row of the table is one line wide
+    error = ValueError(f"the reply was {COMMANDS}")
+    assert describe_error(error) == "ValueError: the reply was ]0;title[2J2J"
+
+
+def test_a_terminal_that_is_gone_does_not_end_a_run(make, tmp_path, monkeypatch, caplog):
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError(32, "Broken pipe")
+
+    trainer = make(max_steps=2, disable_tqdm=False)
+    monkeypatch.setattr(sys, "stdout", Gone())
+    trainer.train()
+    assert read_run(tmp_path / "run")["status"] == "finished"
+    assert "a table of rollouts cannot be shown: broken pipe" in caplog.text
+
+
 def test_a_resumed_run_has_each_rollout_once(make, tmp_path):
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     make(**options).train()
@@ -231,6 +269,28 @@ def test_rollouts_that_cannot_be_written_fail_the_run(
         trainer.train()
     assert trainer.state.global_step == num_steps  # at the step behind, or at the end
     assert read_run(tmp_path / "run")["status"] == "failed"
+    assert not trainer.orchestrator.running
+
+
+@pytest.mark.parametrize("first", [ValueError("the environment broke"), None])
+def test_a_full_disk_does_not_hide_the_error_of_a_run(make, tmp_path, monkeypatch, caplog, first):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    class NoRoom(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            for name in ("pyarrow.parquet.write_table", "pathlib.Path.write_bytes"):
+                monkeypatch.setattr(name, full)
+            if first is not None:
+                raise first
+
+    trainer = make(max_steps=3)
+    trainer.add_callback(NoRoom())
+    with pytest.raises(type(first) if first else WritingError) as raised:
+        trainer.train()
+    assert str(raised.value) == str(first) if first else "run/rollouts/step-" in str(raised.value)
+    assert "run/run.json cannot be written: [Errno 28] No space left" in caplog.text
+    assert "make room there" in caplog.text
     assert not trainer.orchestrator.running
 
 

@@ -14,7 +14,16 @@ from verifiers_rl.report.run_folder import (
     enter_run_folder,
     newest_checkpoint,
     prepare_run_folder,
+    short,
 )
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [(0.5, "0.500"), (-12345.6789, "-12345.679"), (1e30, "1e+30"), (float("nan"), "nan")],
+)
+def test_a_number_for_people_is_short(number, shown):
+    assert short(number) == shown
 
 
 def save(folder, step, state=True):

@@ -101,7 +101,7 @@ def test_a_client_sends_the_seeds_unless_the_request_has_its_own():
 
 def test_a_server_that_a_seed_could_kill_is_refused(caplog):
     exact = {"takes_seeds": True, "batch_invariant": True}
-    args = SimpleNamespace(router_replay=False, deterministic=True)
+    args = SimpleNamespace(router_replay=False, deterministic=True, max_seq_len=64)
     check_options("http://s", exact, args)
     assert not caplog.messages
     check_options("http://s", {**exact, "batch_invariant": False}, args)
@@ -109,6 +109,14 @@ def test_a_server_that_a_seed_could_kill_is_refused(caplog):
     assert "a token may differ now and then" in message and "VLLM_BATCH_INVARIANT=1" in message
     with pytest.raises(InferenceServerError, match="vf-vllm with --no-enable-chunked-prefill"):
         check_options("http://s", {**exact, "takes_seeds": False}, args)
+
+
+def test_a_server_that_takes_shorter_sequences_is_refused():
+    args = SimpleNamespace(router_replay=False, deterministic=False, max_seq_len=64)
+    check_options("http://s", {"max_model_len": 64}, args)
+    said = "max_seq_len=64: the server at http://s has max_model_len=63; start it with --max-model-"
+    with pytest.raises(InferenceServerError, match=said):
+        check_options("http://s", {"max_model_len": 63}, args)
 
 
 def test_each_server_of_several_is_asked_and_named(monkeypatch, tmp_path):

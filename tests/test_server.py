@@ -5,6 +5,7 @@ import base64
 import json
 import os
 import random
+import re
 import signal
 import socket
 import stat
@@ -27,6 +28,7 @@ from starlette.routing import Route
 
 from tests.conftest import free_port
 from tests.helpers import ROOT, push_body
+from verifiers_rl.inference import server as vf_vllm
 from verifiers_rl.inference.client import (
     TOKEN_VARIABLE,
     InferenceClient,
@@ -361,6 +363,38 @@ def test_a_token_left_on_this_machine_is_shown_to_no_other(monkeypatch, tmp_path
     assert find_token("gpu-box", 8000) == ""
     monkeypatch.setenv(TOKEN_VARIABLE, "for both")
     assert find_token("gpu-box", 8000) == "for both"
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch, tmp_path):
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    (tmp_path / "home").write_text("no folder")
+    for home in (str(tmp_path / "home"), None):
+        if home is None:  # nor an entry in /etc/passwd
+            monkeypatch.delenv("HOME")
+            monkeypatch.setattr("os.path.expanduser", lambda path: path)
+        else:
+            monkeypatch.setenv("HOME", home)
+        assert find_token("127.0.0.1", 8000) == ""
+        with pytest.raises(SystemExit, match=r"cannot be left for trainers: .* Set HOME or"):
+            vf_vllm.make_token(8000)
+        monkeypatch.delenv(TOKEN_VARIABLE)
+
+
+def test_a_folder_too_long_for_sockets_is_named_at_once(monkeypatch, tmp_path):
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
+    for folder, problem in (("/" + "t" * 69, None), ("/" + "t" * 106, r"TMPDIR='/t+': has 107 b")):
+        monkeypatch.setattr("tempfile.gettempdir", lambda folder=folder: folder)
+        said = vf_vllm.sockets_error()
+        assert said == problem if problem is None else re.match(problem, said)
+    with pytest.raises(SystemExit, match=r"vf-vllm: error: TMPDIR='/t+': has 107 bytes"):
+        vf_vllm.main()
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", "/tmp")  # where vLLM's sockets are then
+    assert vf_vllm.sockets_error() is None
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", "/" + "\xe4" * 40)
+    assert vf_vllm.sockets_error().startswith("VLLM_RPC_BASE_PATH=") and "81 bytes" in (
+        vf_vllm.sockets_error()
+    )
 
 
 # --- Calls of the engines -------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -153,12 +154,62 @@ def test_a_bad_flag_of_a_server_is_named_as_in_the_toml(run, monkeypatch, capsys
     complaint = "vf-vllm: error: --max-modellen: no such flag; did you mean --max-model-len?"
     for lines, said in (
         ((complaint, "bye"), "max_modellen: --max-modellen: no such flag; did you mean --max-mod"),
-        (("Traceback", "OSError"), "the server ended with status 2 before it was ready; see above"),
+        (
+            ("Traceback", "OSError"),
+            "the server ended with status 2 before it was ready: OSError; see ",
+        ),
     ):
         servers = [Played("inference", 2, polls=2, lines=lines)]
         assert run(Launcher([Played("trainer")], inference=servers)) == 1
         shown = capsys.readouterr().err
         assert said in shown and ("OSError" in shown) == ("OSError" in lines)
+
+
+@pytest.mark.parametrize(
+    ("lines", "status", "said"),
+    [
+        (
+            [
+                "(EngineCore pid=9) ERROR 11-26 01:02:03 [core.py:110] Traceback (most recent",
+                "(EngineCore pid=9) ERROR 11-26 01:02:03 [core.py:110]     raise RuntimeError(",
+                "(EngineCore pid=9) ERROR 11-26 01:02:03 [core.py:110] RuntimeError: unable to "
+                "allocate shared memory(shm) for file </torch_1>: No space left on device (28)",
+                "RuntimeError: Engine core initialization failed. See root cause above.",
+            ],
+            1,
+            ": RuntimeError: unable to allocate shared memory(shm) for file </torch_1>: No space "
+            "left on device (28) (shared memory, /dev/shm, or the disk is full; docker run --shm-",
+        ),
+        (["INFO loading", "(EngineCore pid=9) INFO half"], 128 + 7, ": (shared memory, /dev/shm"),
+        (
+            ["torch.OutOfMemoryError: CUDA out of memory", "bye"],
+            1,
+            ": torch.OutOfMemoryError: CUDA",
+        ),
+        (["vf-vllm: error: TMPDIR='/t': has 107 bytes"], 1, ": TMPDIR='/t': has 107 bytes"),
+        (["vf-vllm: model 'm': no such folder"], 1, ": model 'm': no such folder"),
+        (
+            ["PermissionError: [Errno 13] Permission denied: '/.cache'"],
+            1,
+            ": PermissionError: [Errno 13] Permission denied: '/.cache' (set HOME to a folder",
+        ),
+        (["INFO loading"], -9, ""),
+    ],
+)
+def test_the_line_that_says_why_a_server_did_not_start_is_found(lines, status, said, monkeypatch):
+    monkeypatch.setenv("HOME", "/nowhere")
+    assert supervise.cause_in(lines, status).startswith(said)
+    assert bool(supervise.cause_in(lines, status)) == bool(said)
+
+
+def test_the_log_of_a_server_that_did_not_start_is_named(run, monkeypatch, capsys):
+    monkeypatch.setattr(supervise, "answers", lambda address: False)
+    server = Played("inference", 1, polls=2, lines=["x"] * 99 + ["OSError: \x1b[2Jno", "last"])
+    server.log = Path("/runs/mine/logs/inference.log")
+    assert run(Launcher([Played("trainer")], inference=[server])) == 1
+    shown = capsys.readouterr().err
+    assert "before it was ready: OSError: " in shown and "\x1b" not in shown
+    assert "no; see /runs/mine/logs/inference.log" in shown and shown.count("x\n") == 28
 
 
 def test_lost_ranks_end_the_run_with_the_command_to_resume(run, capsys):

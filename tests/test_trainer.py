@@ -1101,7 +1101,22 @@ def test_a_custom_loss_reads_the_extras_that_were_given_to_the_samples(make_trai
     assert math.isclose(twice, 2 * loss, rel_tol=1e-6)
 
 
-def test_resume_continues_with_the_same_weights_and_the_next_examples(make_trainer, tmp_path):
+def test_a_resumed_run_says_which_changed_options_do_not_reach_its_optimizer(make_trainer, caplog):
+    options = {"save_strategy": "steps", "save_steps": 2}
+    make_trainer(max_steps=2, **options).train()
+    changed = {"learning_rate": 0.5, "adam_beta2": 0.95, "lr_scheduler_type": "linear"}
+    resumed = make_trainer(max_steps=3, **options, **changed)
+    resumed.train(resume_from_checkpoint=True)
+    (group, *_) = resumed.optimizer.param_groups
+    assert group["initial_lr"] == 1e-2 and group["betas"][1] == 0.999
+    said = [text for text in caplog.messages if "a resumed run goes on with its optimizer" in text]
+    assert [text.split(":")[0] for text in said] == ["learning_rate=0.5", "adam_beta2=0.95"]
+    assert "so learning_rate stays 0.01. To change it, begin a new run" in said[0]
+
+
+def test_resume_continues_with_the_same_weights_and_the_next_examples(
+    make_trainer, tmp_path, caplog
+):
     straight = make_trainer(max_steps=4, output_dir=str(tmp_path / "a"))
     straight.train()
     options = {
@@ -1121,6 +1136,7 @@ def test_resume_continues_with_the_same_weights_and_the_next_examples(make_train
     source = StubSource()
     resumed = make_trainer(**options, source=source)
     resumed.train(resume_from_checkpoint=True)
+    assert "a resumed run" not in caplog.text
     assert [(step, version) for step, _, version in source.submitted] == [(2, 2), (3, 2)]
     for (name, expected), actual in zip(
         straight.model.named_parameters(), resumed.model.parameters(), strict=True
@@ -1329,6 +1345,25 @@ def test_an_error_in_mid_step_leaves_a_checkpoint_of_the_steps_before(make_train
     assert [path.name for path in Path(trainer.args.output_dir).glob("checkpoint-*")] == [
         "checkpoint-1"
     ]
+
+
+def test_a_full_disk_costs_the_checkpoint_and_does_not_hide_why_the_run_ends(
+    make_trainer, monkeypatch, caplog
+):
+    class Failing(StubSource):
+        def raise_if_failed(self):
+            if self.submitted[-1][0] == 2:
+                raise ValueError("the next batch broke")
+
+    trainer = make_trainer(source=Failing(), save_strategy="steps", save_steps=100)
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trainer.checkpoints, "save", full)
+    with pytest.raises(ValueError, match="the next batch broke"):
+        trainer.train()
+    assert "no checkpoint of the steps so far: [Errno 28] No space left" in caplog.text
 
 
 class FragileSource(StubSource):

@@ -7,6 +7,7 @@ are zero. `RLTrainer(advantage_fn=...)` takes an `AdvantageFn`, which sees the r
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,7 +34,10 @@ def as_numbers(advantages: Any, num_rollouts: int) -> list[np.ndarray]:
     try:
         numbers = [np.asarray(advantage, dtype=np.float64) for advantage in advantages]
     except (TypeError, ValueError) as error:
-        raise ValueError(f"advantage_fn returned what is no number: {error}") from error
+        raise ValueError(
+            f"advantage_fn returned {reprlib.repr(advantages)} for {num_rollouts} rollouts; "
+            "expected a list with a number for each, or a sequence of numbers, one for each token"
+        ) from error
     if len(numbers) != num_rollouts:
         raise ValueError(
             f"advantage_fn returned {len(numbers)} advantages for {num_rollouts} rollouts"

@@ -39,6 +39,7 @@ from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.distributed import HostGroup, reduce_over_ranks
 from verifiers_rl.process.disk import put_in_place, remove_folder, sync, sync_tree
 from verifiers_rl.process.interrupts import say
+from verifiers_rl.process.terminal import showing
 from verifiers_rl.report.metrics import StepWindow
 from verifiers_rl.report.run_folder import (
     CARD,
@@ -165,7 +166,7 @@ class Checkpoints(TrainerCallback):
             self._meet("all ranks to write their part of a checkpoint")
             if args.should_save:
                 trainer.state.save_to_json(str(folder / STATE))  # with the path of the best one
-                (folder / RL_STATE).write_text(json.dumps(states))
+                (folder / RL_STATE).write_text(json.dumps(states), "utf-8")
                 write_manifest(folder)
         self._saved_step = step
         if args.should_save:
@@ -199,11 +200,16 @@ class Checkpoints(TrainerCallback):
 
     @contextmanager
     def saving_on_error(self) -> Iterator[None]:
-        """If what is inside fails, save a checkpoint of the steps so far, then raise the error."""
+        """If what is inside fails, save a checkpoint of the steps so far, then raise the error. A
+        full disk costs the checkpoint, and does not hide the error.
+        """
         try:
             yield
         except Exception:
-            self.save_unfinished()
+            try:
+                self.save_unfinished()
+            except OSError as second:
+                logger.error("no checkpoint of the steps so far: %s", second)
             raise
 
     def save_final(self) -> None:
@@ -231,7 +237,8 @@ class Checkpoints(TrainerCallback):
         if trainer.is_world_process_zero():
             if args.save_final == "merged":
                 shutil.copy(self._folder / CARD, merged / CARD)
-            print("\n".join(closing_lines(self._folder)), flush=True)
+            with showing("how the run ended"):
+                print("\n".join(closing_lines(self._folder)), flush=True)
 
     # --- All ranks --------------------------------------------------------------------------------
 
@@ -298,8 +305,13 @@ class Checkpoints(TrainerCallback):
             remove_folder(path, self._folder / UNFINISHED)
 
 
+# Options whose values a checkpoint's optimizer has, so that new ones do not reach it.
+OF_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+
+
 class Position:
     """Where a run is between two lines of logs: what Trainer and the window of steps have summed.
+    Says so if an option was changed that only a new run can change.
 
     Args:
         trainer: the `RLTrainer`.
@@ -316,6 +328,7 @@ class Position:
             "loss": reduce_over_ranks(trainer._tr_loss).item() / trainer.args.world_size,
             "last_logged": trainer._globalstep_last_logged,
             "total_loss": trainer._total_loss_scalar,
+            "options": {name: getattr(trainer.args, name) for name in OF_OPTIMIZER},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -323,6 +336,14 @@ class Position:
         self._trainer._tr_loss += state["loss"]
         self._trainer._globalstep_last_logged = state["last_logged"]
         self._trainer._total_loss_scalar = state["total_loss"]
+        for name, before in state["options"].items():
+            now = getattr(self._trainer.args, name)
+            if now != before and self._trainer.is_world_process_zero():
+                logger.warning(
+                    "%s=%s: a resumed run goes on with its optimizer, so %s stays %s. To change "
+                    "it, begin a new run with the checkpoint as its model",
+                    *(name, now, name, before),
+                )
 
 
 def check_final(policy: Any, args: RLConfig) -> None:
@@ -465,7 +486,7 @@ class SavingTrainer(Trainer):
         ]
         if (folder / METRICS).is_file():
             lines += [f"- {line}" for line in summary(folder / METRICS).splitlines()]
-        (folder / CARD).write_text("\n".join([*lines, ""]))
+        (folder / CARD).write_text("\n".join([*lines, ""]), "utf-8", "replace")
 
     def push_to_hub(
         self,

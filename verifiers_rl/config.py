@@ -386,7 +386,8 @@ class RLConfig(TrainingArguments):
     max_seq_len: Annotated[int, Field(ge=2)] = 2048
     """Longest sequence in tokens, prompt included. A longer one is cut and counts as truncated."""
     max_prompt_len: PositiveInt | None = None
-    """Examples whose prompt has more tokens are left out; None for no limit."""
+    """Examples whose prompt has more tokens are left out. None: those whose prompt fills
+    max_seq_len, which leaves no room for a reply."""
     shuffle: bool = True
     """Shuffle the examples anew in each epoch. The order follows from seed."""
     max_off_policy_steps: NotNegativeInt = 1

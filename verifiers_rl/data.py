@@ -170,6 +170,16 @@ class GroupFilter:
         )
 
 
+_CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+def printable(text: str) -> str:
+    """Return a text of a model or a dataset without control characters, which could clear the
+    terminal, set its title or write over other lines. Line breaks and tabs stay.
+    """
+    return text.translate(_CONTROLS)
+
+
 def describe_error(error: BaseException) -> str:
     """Describe in one line the exception and what caused it."""
     parts = []
@@ -177,4 +187,4 @@ def describe_error(error: BaseException) -> str:
     while link is not None:
         parts.append(f"{type(link).__name__}: {link}".removesuffix(": ").splitlines()[0])
         link = link.__cause__
-    return " <- ".join(parts)
+    return printable(" <- ".join(parts))

@@ -113,7 +113,15 @@ def add_terms(loss_fn: LossFn, *terms: LossFn) -> LossFn:
     """
 
     def total(inputs: LossInputs) -> LossOutputs:
-        parts = [function(inputs) for function in (loss_fn, *terms)]
+        try:
+            parts = [function(inputs) for function in (loss_fn, *terms)]
+        except (TypeError, AttributeError) as error:
+            if inputs.reference_logprobs is not None or "NoneType" not in str(error):
+                raise
+            raise TypeError(
+                f"the loss met a None: {error}. Inputs that a loss does not ask for are None: if "
+                'it reads reference_logprobs, write @needs("reference_logprobs") above it'
+            ) from error
         for outputs in parts:
             check_outputs(outputs, inputs)
         metrics = {name: values for part in parts for name, values in part.metrics.items()}

@@ -62,6 +62,7 @@ from verifiers_rl.models import absolute_path, check_policy, load_policy, tokeni
 from verifiers_rl.orchestrator import Orchestrator
 from verifiers_rl.packing import Microbatch, ModelSupport, collate, copy_to, plan_batch
 from verifiers_rl.process.interrupts import Interrupted, Interrupts
+from verifiers_rl.process.terminal import print_all_characters
 from verifiers_rl.report.metrics import (
     EarlyWarnings,
     RunFilesCallback,
@@ -117,8 +118,8 @@ class RLTrainer(SavingTrainer):
     def __init__(
         self,
         model: str | PreTrainedModel | nn.Module,
-        env: Any,
-        args: RLConfig,
+        env: Any = None,
+        args: RLConfig = None,  # type: ignore[assignment]
         processing_class: Any = None,
         loss_fn: LossFn | None = None,
         peft_config: Any = None,
@@ -129,6 +130,7 @@ class RLTrainer(SavingTrainer):
         weight_sync: WeightSink | None = None,
         **trainer_kwargs: Any,
     ) -> None:
+        print_all_characters()
         replaced = Replaced(loss_fn, advantage_fn, example_order, orchestrator, weight_sync)
         check_arguments(model, env, args, processing_class, replaced, trainer_kwargs)
         model = absolute_path(model)

@@ -31,11 +31,12 @@ from verifiers_rl.types import BatchSource, WeightSink, missing_members
 
 logger = logging.getLogger(__name__)
 
-_DATA = "data and rewards belong to env: env_from(prompts, reward, eval_dataset=...)"
+_DATA = (
+    "data and rewards belong to env: RLTrainer(model, env_from(prompts, reward, eval_dataset=...), "
+    "RLConfig(...)); docs/from_trl.md has an example"
+)
 _WITHOUT_EFFECT = {
-    "train_dataset": _DATA,
-    "eval_dataset": _DATA,
-    "data_collator": _DATA,
+    **dict.fromkeys(("train_dataset", "eval_dataset", "data_collator"), _DATA),
     "compute_metrics": "an evaluation logs the metrics of the environment",
     "preprocess_logits_for_metrics": "an evaluation logs the metrics of the environment",
     "compute_loss_func": "pass loss_fn",
@@ -92,15 +93,16 @@ def check_arguments(
             'an RLTrainer is made outside of `if __name__ == "__main__":`, where a rollout worker '
             "makes it again when it imports the script; move it inside, or set env_workers=0"
         )
-    if not isinstance(args, RLConfig):
-        raise ConfigError(f"args: expected an RLConfig, got {type(args).__name__}")
     check_variables(args)
     for name in others:
         if name in _WITHOUT_EFFECT:
             raise ConfigError(f"{name} has no effect in RLTrainer: {_WITHOUT_EFFECT[name]}")
         if name not in (known := inspect.signature(Trainer.__init__).parameters):
-            hint = did_you_mean(name, known, "options belong into RLConfig; see docs/from_trl.md")
+            elsewhere = "options belong into RLConfig; see docs/from_trl.md"
+            hint = _DATA if name.startswith("reward_") else did_you_mean(name, known, elsewhere)
             raise ConfigError(f"RLTrainer takes no argument {name!r}: {hint}")
+    if not isinstance(args, RLConfig):
+        raise ConfigError(f"args: expected an RLConfig, got {type(args).__name__}")
     if isinstance(processing_class, str):
         raise ConfigError(
             f"processing_class={processing_class!r}: expected a tokenizer, such as "
@@ -238,6 +240,11 @@ def check_options(url: str, status: dict[str, Any], args: Any) -> None:
         raise InferenceServerError(
             f"router_replay=True: the server at {url} returns no experts; start vf-vllm with "
             "--enable-return-routed-experts"
+        )
+    if (longest := status.get("max_model_len", args.max_seq_len)) < args.max_seq_len:
+        raise InferenceServerError(
+            f"max_seq_len={args.max_seq_len}: the server at {url} has max_model_len={longest}; "
+            f"start it with --max-model-len {args.max_seq_len}, or set max_seq_len={longest}"
         )
     if not args.deterministic:
         return

@@ -288,6 +288,8 @@ def test_max_prompt_len_leaves_examples_out(caplog):
     runner = ClassicEnvironment(env, with_options(max_prompt_len=3))
     assert runner.sizes("train") == [2]
     assert "1 prompts longer than max_prompt_len=3 left out" in caplog.text
+    assert ClassicEnvironment(env, with_options(max_seq_len=4)).sizes("train") == [2]
+    assert "1 prompts that fill max_seq_len=4 (raise it, or set max_prompt_len)" in caplog.text
     with pytest.raises(InvalidEnvironmentError, match=r"no example; \d had overlong"):
         ClassicEnvironment(
             vf.SingleTurnEnv(

@@ -15,7 +15,8 @@ from verifiers_rl.process.secret_names import environment_without_secrets
 
 STOP_GRACE_S = 20.0
 POLL_S = 0.5  # between two looks at a child
-NUM_LAST_LINES = 30
+NUM_SHOWN_LINES = 30  # of the output of a process that did not start
+NUM_LAST_LINES = 300  # as many have both tracebacks of a server whose engine did not start
 
 
 class ChildError(RuntimeError):
@@ -30,9 +31,11 @@ class Child(ABC):
         name: what messages call it.
         address: where it listens, if it does; None as long as that is unknown.
         is_lost: it has ended with its machine.
+        log: the file with its output; None: that is in ours.
     """
 
     is_lost = False
+    log: Path | None = None
 
     def __init__(self, name: str, address: Address | None = None) -> None:
         self.name, self.address = name, address
@@ -105,7 +108,7 @@ class LocalChild(Child):
         address: Address | None = None,
     ) -> None:
         super().__init__(name, address)
-        self._log = log
+        self.log = log
         kept = {k: v for k, v in environment_without_secrets().items() if not k.startswith(drop)}
         own = {"VERIFIERS_RL_DIE_WITH_PARENT": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
         with nullcontext() if log is None else log.open("ab") as output:
@@ -136,5 +139,5 @@ class LocalChild(Child):
             os.killpg(self._process.pid, number)
 
     def last_lines(self) -> list[str]:
-        text = "" if self._log is None else self._log.read_text(errors="replace")
+        text = "" if self.log is None else self.log.read_text("utf-8", "replace")
         return [line for line in text.splitlines() if line.strip()][-NUM_LAST_LINES:]

@@ -90,8 +90,8 @@ from verifiers_rl.cli.layers import (
     Data,
     Key,
     Layers,
+    Setting,
     TomlError,
-    compose,
     find,
     is_tables,
     nearest_hint,
@@ -589,11 +589,60 @@ def load_run_config(
     paths = [Path(os.path.abspath(path.expanduser())) for path in given]
     settings = [one for path in paths for one in flat.settings_of(read_file(path), str(path))]
     settings += [one for pair in overrides for one in flat.settings_of_word(*pair)]
-    if find(compose(settings), (*flat.ARGS, "eval_strategy")) == "no":
-        settings = [one for one in settings if one.source]
+    settings = without_dependents(settings)
     words = [word for path in paths for word in ("@", str(path))]
     words += [f"--{key}={text}" for key, text in overrides]
     return read_layers(Layers(paths, words, settings), kind, checks_model, options)
+
+
+# A key, the values by which it switches something off (any of `vllm_servers`: servers that the run
+# starts), and the keys that are refused or have no effect without it.
+_DEPENDENTS: list[tuple[str, tuple[Any, ...], tuple[str, ...]]] = [
+    (
+        "trainer.args.eval_strategy",
+        ("no",),
+        (
+            *("trainer.args.eval_steps", "trainer.args.eval_on_start"),
+            *("trainer.args.load_best_model_at_end", "trainer.args.metric_for_best_model"),
+            *("data.eval", "data.eval_split"),
+        ),
+    ),
+    ("trainer.args.save_strategy", ("no",), ("trainer.args.load_best_model_at_end",)),
+    ("trainer.args.use_lora", (False,), ("trainer.args.save_final",)),
+    ("trainer.args.kl_beta", (0,), ("trainer.args.kl_target",)),
+    (
+        "trainer.gpus",
+        (0,),
+        ("trainer.args.fsdp", "trainer.args.fsdp_config", "trainer.args.deepspeed"),
+    ),
+    (
+        "trainer.args.vllm_servers",
+        (),
+        (
+            *("inference", "cluster.inference_nodes"),
+            *("trainer.args.vllm_server_host", "trainer.args.vllm_server_port"),
+        ),
+    ),
+]
+
+
+def without_dependents(settings: list[Setting]) -> list[Setting]:
+    """Return the settings without those that a later layer has made useless: what switches a key
+    off takes along the keys of earlier layers that depend on it. Within a layer both are an error.
+    """
+    for key, values, dependents in _DEPENDENTS:
+        newest = next((one for one in reversed(settings) if ".".join(one.key) == key), None)
+        if newest is None or not (newest.value in values if values else newest.value):
+            continue
+        at, parts = settings.index(newest), tuple(f"{part}." for part in dependents)
+        settings = [
+            one
+            for number, one in enumerate(settings)
+            if number > at
+            or one.source == newest.source
+            or not f"{'.'.join(one.key)}.".startswith(parts)
+        ]
+    return settings
 
 
 def read_layers(

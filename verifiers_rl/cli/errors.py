@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
+from verifiers_rl.data import printable
+
 
 def folder_error(output_dir: str) -> str | None:
     """Return why nothing can be written into this folder, or None. Leaves nothing behind."""
@@ -36,5 +38,5 @@ def files_error(folder: Path, names: Iterable[str]) -> str | None:
 
 
 def fail(message: object, program: str = "vf-rl") -> NoReturn:
-    print(f"{program}: error: {message}", file=sys.stderr)
+    print(printable(f"{program}: error: {message}"), file=sys.stderr)
     sys.exit(1)

@@ -91,6 +91,7 @@ _DEFAULTS: dict[str, Data] = {
     "difficulty_filter": {"group_filter.min_reward_variance": 1e-6},
 }
 OURS = ("inference", "trainer")
+PRIME_RL = ("orchestrator", "model", "optim", "ckpt", "environment")  # its own tables
 COMMON = ("model", "env", "teacher", "env_file", "import_from", "cluster")
 FLAT = tuple(dict.fromkeys(key.split(".")[0] for key in (*MOVED, *MEANINGS)))
 EVAL_EXAMPLES = 256  # the default of the option
@@ -100,8 +101,14 @@ def settings_of(data: Data, source: str) -> list[Setting]:
     """Return what a file, or a key of the command line, sets.
 
     Raises:
-        TomlError: it mixes both layouts, or a flat key is unknown.
+        TomlError: it mixes both layouts or is for prime-rl itself, or a flat key is unknown.
     """
+    if names := [f"[{key}]" for key in PRIME_RL if isinstance(data.get(key), dict)]:
+        raise TomlError(
+            f"{source}: {', '.join(names)}: this is a file for prime-rl itself, whose tables are "
+            'not read here; write model = "NAME", [[env]], [sampling] and so on, as "Two layouts" '
+            "in docs/configuration.md shows"
+        )
     flat = {key: inner for key, inner in data.items() if key in FLAT}
     rest = {key: inner for key, inner in data.items() if key not in FLAT}
     if flat and (ours := [f"[{key}]" for key in rest if key in OURS]):

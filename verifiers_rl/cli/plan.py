@@ -91,7 +91,7 @@ def plan_servers(config: RunConfig) -> list[ServerPlan]:
     run already, and those of teachers.
 
     Raises:
-        TomlError: a server's flags do not divide its GPUs.
+        TomlError: a server's flags do not divide its GPUs, or see `policy_flags`.
     """
     # Each has a place of its own on a cluster, so that Ray can spread them.
     count = (config.inference.replicas or 1) * (config.cluster.inference_nodes or 1)
@@ -124,9 +124,18 @@ def plan_servers(config: RunConfig) -> list[ServerPlan]:
 def policy_flags(config: RunConfig) -> dict[str, Any]:
     """Return the flags of the policy's servers: the TOML's and, where it does not set them, those
     that follow from the trainer's options.
+
+    Raises:
+        TomlError: sequences may be longer than the server takes.
     """
     args, option = dict(config.inference.args), config.option
-    args.setdefault("max_model_len", option("max_seq_len"))
+    longest = args.setdefault("max_model_len", option("max_seq_len"))
+    if type(longest) is int and 0 < longest < option("max_seq_len"):
+        raise config.layers.error(
+            ("inference", "args", "max_model_len"),
+            f"must be at least max_seq_len={option('max_seq_len')} of [trainer.args]; change one "
+            "of the two",
+        )
     lora_sync = option("lora_sync")
     if lora_sync == "auto" and args.get("dtype") == "float32":
         lora_sync = "merged"  # as the trainer will choose

@@ -41,6 +41,7 @@ from verifiers_rl.cli.resolved import dry_run, write_resolved
 from verifiers_rl.cli.session import run_in_tmux
 from verifiers_rl.cli.supervise import LOGS, ThisMachine, supervise
 from verifiers_rl.cli.view import look_at_runs
+from verifiers_rl.process.terminal import print_all_characters
 from verifiers_rl.report.run_folder import RunFolderError
 
 USAGE = (
@@ -58,6 +59,7 @@ USAGE = (
 def main() -> None:
     if parent := os.environ.pop("VERIFIERS_RL_DIE_WITH_PARENT", None):
         end_with({int(parent)})
+    print_all_characters()
     try:
         sys.exit(run())
     except (TomlError, RunFolderError) as error:

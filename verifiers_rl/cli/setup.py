@@ -72,7 +72,7 @@ def examples() -> dict[str, str]:
     names = sorted(path.parent.name for path in EXAMPLES.glob("*/rl.toml"))
     for name in sorted(names, key=SKELETON.__ne__):
         if name != "classic":  # which needs a Python of its own
-            title = (EXAMPLES / name / "README.md").read_text().partition("\n")[0]
+            title = (EXAMPLES / name / "README.md").read_text("utf-8").partition("\n")[0]
             found[name] = title.partition(": ")[2]
     return found
 
@@ -81,7 +81,7 @@ def workspace_files(name: str) -> dict[str, bytes]:
     """Return the content of a workspace's files, by their paths in it."""
     sources = {path.name: path for path in sorted((EXAMPLES / name).iterdir()) if path.is_file()}
     sources.setdefault("train.py", EXAMPLES / "train.py")
-    if "warm_start.py" in sources["README.md"].read_text():  # a tiny model, for a CPU
+    if "warm_start.py" in sources["README.md"].read_text("utf-8"):  # a tiny model, for a CPU
         sources["warm_start.py"] = EXAMPLES / "warm_start.py"
     accelerate = sorted((EXAMPLES / "accelerate").iterdir())
     sources |= {f"accelerate/{path.name}": path for path in accelerate}
@@ -94,7 +94,7 @@ def of_workspace(path: Path, name: str) -> bytes:
     """Return the content of a file, with paths as they are in a workspace."""
     if path.suffix not in TEXTS:
         return path.read_bytes()
-    text = path.read_text().replace(f"examples/{name}/", "").replace("examples/", "")
+    text = path.read_text("utf-8").replace(f"examples/{name}/", "").replace("examples/", "")
     return text.replace("](../", "](").encode()
 
 
@@ -109,13 +109,13 @@ def eject(folder: Path) -> int:
         fail(problem)
     folder.mkdir(parents=True, exist_ok=True)
     for name, copy in COPIES.items():
-        text = (PACKAGE / name).read_text()
+        text = (PACKAGE / name).read_text("utf-8")
         if name == "trainer.py":
             assert text.count(IMPORT) == 1
             text = text.replace(IMPORT, OWN_IMPORT)
         version = verifiers_rl.__version__
         head = f"# Copied from verifiers_rl {version}, {name}, by `vf-rl --eject`.\n"
-        (folder / copy).write_text(head + text)
+        (folder / copy).write_text(head + text, "utf-8")
     print(
         f"vf-rl: wrote {folder / 'my_trainer.py'}, a copy of trainer.py,\n"
         f"       and {folder / 'my_orchestrator.py'}, a copy of orchestrator.py that it uses.\n"

@@ -18,11 +18,19 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from verifiers_rl.cli.children import POLL_S, STOP_GRACE_S, Child, ChildError, LocalChild
+from verifiers_rl.cli.children import (
+    NUM_SHOWN_LINES,
+    POLL_S,
+    STOP_GRACE_S,
+    Child,
+    ChildError,
+    LocalChild,
+)
 from verifiers_rl.cli.config import RunConfig, TomlError
 from verifiers_rl.cli.ending import SAVE_GRACE_S
 from verifiers_rl.cli.layers import MISSING, find
 from verifiers_rl.cli.plan import Address, ServerPlan, assign_gpus, host_and_port, trainer_env
+from verifiers_rl.data import printable
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
 from verifiers_rl.inference.port import (
     RESERVED_VARIABLE,
@@ -34,6 +42,23 @@ from verifiers_rl.process.interrupts import handle_signals
 
 BACKOFF_S = 1.0  # before the first restart, doubled before each further one
 LOGS = "logs"  # in the run's folder
+# The last line of a traceback, behind what vLLM puts in front of each line.
+_CAUSE = re.compile(r"(?:.*[)\]] )?((?:\w+\.)*\w*(?:Error|Exception)(?:: .+)?)")
+
+
+def cause_in(lines: Sequence[str], status: int | None) -> str:
+    """Return what the output of a server that did not start says of the reason, as the end of a
+    sentence: the first exception, because later ones follow from it. "" if it says nothing.
+    """
+    causes = [match[1] for line in lines if (match := _CAUSE.fullmatch(line))]
+    if lines and lines[-1].startswith("vf-vllm: "):  # which has refused to start
+        causes.insert(0, re.sub("^vf-vllm: (error: )?", "", lines[-1]))
+    why = causes[0] if causes else ""
+    if re.search("No space left|shared memory|shm", why) or status == 128 + signal.SIGBUS:
+        why += " (shared memory, /dev/shm, or the disk is full; docker run --shm-size=8g)"
+    if "PermissionError" in why and not os.access(os.path.expanduser("~"), os.W_OK):
+        why += " (set HOME to a folder that this user can write, for caches)"
+    return printable(f": {why.strip()}") if why else ""
 
 
 class Supervised:
@@ -84,17 +109,21 @@ class Supervised:
         if self._num_deaths > self.plan.max_restarts or (is_needed and self.child.is_lost):
             self.is_given_up = True
             if is_needed:
-                raise ChildError(f"{ended} and is not started again; see its log")
-            print(f"vf-rl: {ended} and is not started again; see its log", file=sys.stderr)
+                raise ChildError(f"{ended} and is not started again; {self._see}")
+            print(f"vf-rl: {ended} and is not started again; {self._see}", file=sys.stderr)
             return
         delay_s = BACKOFF_S * 2.0 ** (self._num_deaths - 1)
         # A new line: the trainer's progress bar may be in the middle of one.
         print(f"\nvf-rl: {ended}; starting it again in {delay_s:g} s", flush=True)
         self._start_at = time.monotonic() + delay_s
 
+    @property
+    def _see(self) -> str:
+        return f"see {self.child.log or 'its output above'}"
+
     def _ended_early(self) -> ChildError:
         """Return the error of a first start that failed: about a flag of its table, if its last
-        lines say so. Otherwise prints these lines.
+        lines say so. Otherwise prints the last ones, and the error has the line that says why.
         """
         self.child.stop()
         lines, at = self.child.last_lines(), self.plan.at
@@ -104,8 +133,11 @@ class Supervised:
                 key, layers = (*at, "args", name), self._config.layers
                 if find(layers.tree, key) is not MISSING:
                     return ChildError(f"{layers.place(*key)} {name}: {text}")
-        print("\n".join(lines), file=sys.stderr)
-        return ChildError(f"{self.plan.what} {self.child.end} before it was ready; see above")
+        print(printable("\n".join(lines[-NUM_SHOWN_LINES:])), file=sys.stderr)
+        why = cause_in(lines, self.child.poll())
+        return ChildError(
+            f"{self.plan.what} {self.child.end} before it was ready{why}; {self._see}"
+        )
 
 
 def answers(address: Address | None) -> bool:

@@ -24,7 +24,9 @@ from verifiers_rl.cli.config import (
 )
 from verifiers_rl.cli.ending import end_by_signals, end_with, interrupt_by_signals
 from verifiers_rl.cli.errors import fail
+from verifiers_rl.data import printable
 from verifiers_rl.process.interrupts import Interrupted
+from verifiers_rl.process.terminal import print_all_characters
 
 USAGE = "[--dry-run] @ config.toml [@ more.toml] [--KEY VALUE] [--resume | --overwrite]"
 ABOUT = "A KEY is one of the TOML's, such as trainer.args.max_steps; it replaces the files' value."
@@ -42,6 +44,7 @@ def main(name: str = "vf-train", kind: type[TrainConfig] = RunConfig) -> None:
         # Under accelerate its launcher is between us and vf-rl.
         end_with({int(parent), os.getppid()})
     interrupt_by_signals()
+    print_all_characters()
     try:
         train(name, kind)
     except Interrupted:  # train() has said what is saved
@@ -65,7 +68,7 @@ def train(name: str = "vf-train", kind: type[TrainConfig] = RunConfig) -> None:
         trainer_command,
     )
     from verifiers_rl.cli.resolved import dry_run, write_resolved
-    from verifiers_rl.report.run_folder import RunFolderError
+    from verifiers_rl.report.run_folder import RunFolderError, WritingError
 
     usage = f"{name} {USAGE}"
     parser = argparse.ArgumentParser(prog=name, usage=usage, description=ABOUT, **PARSER)
@@ -111,9 +114,10 @@ def train(name: str = "vf-train", kind: type[TrainConfig] = RunConfig) -> None:
         RolloutError,
         RunFolderError,
         TomlError,
+        WritingError,
     ) as error:
         if isinstance(error, RolloutError) and error.__cause__ is not None:
-            traceback.print_exception(error.__cause__)
+            print(printable("".join(traceback.format_exception(error.__cause__))), file=sys.stderr)
         if trainer is not None:
             print(file=sys.stderr)  # a progress bar may be in the middle of a line
         fail(error, name)

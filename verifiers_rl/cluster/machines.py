@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from verifiers_rl.cli.children import POLL_S, Child, ChildError, LocalChild
+from verifiers_rl.cli.children import NUM_SHOWN_LINES, POLL_S, Child, ChildError, LocalChild
 from verifiers_rl.cli.config import RunConfig, TomlError
 from verifiers_rl.cli.ending import SAVE_GRACE_S
 from verifiers_rl.cli.errors import fail
@@ -223,7 +223,7 @@ def join(machine: Machine, address: str, timeout_s: float, folder: Path) -> int:
                     f"{where} is lost, and the run with it; see the output of the machine "
                     "with RANK=0"
                 )
-        return int(end_file.read_text()) if end_file.exists() else 128 + stopped
+        return int(end_file.read_text("utf-8")) if end_file.exists() else 128 + stopped
     finally:
         ray.stop()
 
@@ -244,7 +244,7 @@ def tell_others(ray: Any, status: int) -> None:
 def _write_end(status: int) -> None:
     path = Path(os.environ[END_VARIABLE])
     beside = path.with_suffix(".unfinished")
-    beside.write_text(str(status))
+    beside.write_text(str(status), "utf-8")
     beside.rename(path)
 
 
@@ -273,7 +273,7 @@ def wait_until_started(ray: Child, what: str, timeout_s: float) -> None:
     if not wait_until(lambda: ray.wait(POLL_S) or has_started(), what, timeout_s):
         raise ChildError(f"{what} does not run after {timeout_s:g} s (vllm_server_timeout)")
     if not has_started():
-        print("\n".join(ray.last_lines()), file=sys.stderr)
+        print("\n".join(ray.last_lines()[-NUM_SHOWN_LINES:]), file=sys.stderr)
         raise ChildError(f"{what} {ray.end}; its last lines are above")
 
 

@@ -155,7 +155,8 @@ class RunnerOptions:
         tokenizer: the model's. It measures prompts and makes the tokens of new messages. Without
             one, no prompt is left out.
         max_seq_len: longest sequence in tokens. A rollout ends there, and counts as truncated.
-        max_prompt_len: examples whose first prompt has more tokens are left out; None for no limit.
+        max_prompt_len: examples whose first prompt has more tokens are left out; None: those whose
+            prompt fills max_seq_len.
         mask_env_responses: leave tokens that the environment put between turns out of the loss.
         timeout_s: deadline of one rollout, seconds.
         client_type: for classic environments, see `classic.py`.
@@ -179,6 +180,18 @@ class RunnerOptions:
     num_eval_tasks: int = 64
     tools_in_process: bool = True
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def prompt_limit(self) -> int:
+        """The most tokens of a first prompt; behind it there must be room for one."""
+        return self.max_prompt_len or self.max_seq_len - 1
+
+    @property
+    def why_overlong(self) -> str:
+        """What overlong prompts are longer than, and what to do."""
+        if self.max_prompt_len is not None:
+            return f"prompts longer than max_prompt_len={self.max_prompt_len}"
+        return f"prompts that fill max_seq_len={self.max_seq_len} (raise it, or set max_prompt_len)"
 
 
 class PortableEnvironment(EnvRunner, Protocol):

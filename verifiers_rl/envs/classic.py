@@ -164,15 +164,16 @@ class ClassicEnvironment:
 
     def _without_overlong(self, dataset: Any) -> Any:
         """Return the dataset without the examples whose first prompt is too long."""
-        limit, render = self.options.max_prompt_len, Renderer(self.options.tokenizer).render
-        if limit is None:
+        options = self.options
+        is_rendered_here = options.max_prompt_len or options.client_type.endswith("_token")
+        if options.tokenizer is None or not is_rendered_here:
             return dataset
-        template = self.options.chat_template_kwargs
-        lengths = [len(render(prompt, **template)) for prompt in dataset["prompt"]]
-        kept = [number for number, length in enumerate(lengths) if length <= limit]
-        if num_left_out := len(lengths) - len(kept):
+        is_longer, limit = Renderer(options.tokenizer).is_longer, options.prompt_limit
+        template, prompts = options.chat_template_kwargs, dataset["prompt"]
+        kept = [i for i, prompt in enumerate(prompts) if not is_longer(prompt, limit, **template)]
+        if num_left_out := len(prompts) - len(kept):
             self.num_overlong_prompts += num_left_out
-            logger.warning("%d prompts longer than max_prompt_len=%d left out", num_left_out, limit)
+            logger.warning("%d %s left out", num_left_out, options.why_overlong)
         return dataset.select(kept)
 
     def sizes(self, split: Split) -> list[int]:

@@ -53,6 +53,7 @@ class Renderer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._added: dict[str, int] = {}  # tokens of the shortest prompt, by its roles
         self._render_json = functools.lru_cache(NUM_KEPT)(self._render)
 
     def render(self, messages: list[Any], is_prompt: bool = True, **template: Any) -> list[int]:
@@ -62,6 +63,30 @@ class Renderer:
         if not messages:
             return []
         return self._render_json(json.dumps([messages, is_prompt, template])).tolist()
+
+    def is_longer(self, prompt: list[Any], limit: int, **template: Any) -> bool:
+        """Return whether a first prompt has more tokens than `limit`.
+
+        A token has a byte or more. So only prompts of many bytes are rendered, and the first one
+        with these roles, which shows what the template adds, and whether it takes them.
+
+        Raises:
+            ValueError: the template refuses the prompt.
+        """
+        roles = ", ".join(message["role"] for message in prompt)
+        if len(json.dumps(prompt)) + self._added.get(roles, limit) <= limit:
+            return False
+        try:
+            num_tokens = len(self.render(prompt, **template))
+        except (TemplateError, TypeError) as error:
+            if not roles.endswith("user"):
+                return False  # somebody else opens the conversation, and the template gets more
+            raise ValueError(
+                f"the model's chat template refuses its prompt, of the roles {roles}: {error}. "
+                "Change the prompt, or the tokenizer's chat_template"
+            ) from error
+        self._added[roles] = min(num_tokens, self._added.get(roles, num_tokens))
+        return num_tokens > limit
 
     def extend(
         self, tokens: list[int], messages: list[Any], num_new: int, **template: Any

@@ -26,6 +26,7 @@ import numpy as np
 import verifiers.v1 as vf
 from verifiers.v1.graph import prepare_turn
 
+from verifiers_rl.data import printable
 from verifiers_rl.envs import v1_changes as v1_changes
 from verifiers_rl.envs.base import (
     InvalidEnvironmentError,
@@ -148,7 +149,7 @@ class V1Environment:
             self._eval_tasks = list(itertools.islice(self._iterate(of_evaluation), stop))
         left_out = ""
         if num := self.num_overlong_prompts:
-            left_out = f"; {num} prompts longer than max_prompt_len={self.options.max_prompt_len}"
+            left_out = f"; {num} {self.options.why_overlong}"
             logger.warning("environment %r%s left out", self.name, left_out)
         if not self._tasks:
             raise InvalidEnvironmentError(f"it has no tasks{left_out}")
@@ -158,13 +159,18 @@ class V1Environment:
 
     def _iterate(self, taskset: Any) -> Iterator[vf.Task]:
         """Yield the taskset's tasks, without those whose first prompt is too long."""
-        limit, template = self.options.max_prompt_len, self.options.chat_template_kwargs
+        limit, template = self.options.prompt_limit, self.options.chat_template_kwargs
+        # Other harnesses may show the model less than the prompt.
+        has_limit = self.options.max_prompt_len is not None or plays_in_our_chat_here(self.env)
         num_in_a_row = 0
         for task in taskset:
-            prompt = first_messages(task)
-            if limit is None or self.options.tokenizer is None:
-                yield task
-            elif len(self.renderer.render(prompt, **template)) <= limit:
+            prompt, is_longer = first_messages(task), False
+            if has_limit and self.options.tokenizer is not None:
+                try:
+                    is_longer = self.renderer.is_longer(prompt, limit, **template)
+                except ValueError as error:
+                    raise InvalidEnvironmentError(f"task {task.data.idx}: {error}") from error
+            if not is_longer:
                 num_in_a_row = 0
                 yield task
             else:
@@ -172,8 +178,8 @@ class V1Environment:
                 num_in_a_row += 1
                 if not taskset.bounded and num_in_a_row >= MAX_OVERLONG:
                     raise InvalidEnvironmentError(
-                        f"{num_in_a_row} tasks of its stream one after the other have a prompt "
-                        f"longer than max_prompt_len={limit}"
+                        f"{num_in_a_row} tasks of its stream one after the other have "
+                        f"{self.options.why_overlong}"
                     )
 
     def sizes(self, split: Split) -> list[int]:
@@ -303,8 +309,8 @@ def trained_traces(episode: vf.Episode) -> list[vf.Trace]:
         last = [end.last_error for end in ends if end.last_error is not None]
         if not last:
             raise EpisodeError("the episode did not complete")
-        failure = EpisodeError(f"{last[0].type}: {last[0].message}")
-        failure.add_note(last[0].traceback or "")
+        failure = EpisodeError(printable(f"{last[0].type}: {last[0].message}"))
+        failure.add_note(printable(last[0].traceback or ""))
         raise failure
     if late := [trace.agent.name for trace in episode.traces if trace.is_timeout]:
         raise EpisodeError(

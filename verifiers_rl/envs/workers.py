@@ -46,7 +46,7 @@ from typing import Any
 import numpy as np
 
 import verifiers_rl
-from verifiers_rl.data import describe_error
+from verifiers_rl.data import describe_error, printable
 from verifiers_rl.envs.base import (
     InvalidEnvironmentError,
     PortableEnvironment,
@@ -56,6 +56,7 @@ from verifiers_rl.envs.base import (
 from verifiers_rl.inference import RolloutSession, ServerLostError, SessionLostError
 from verifiers_rl.process import parent as parent_of_worker
 from verifiers_rl.process.loop_thread import contain_tasks, run_contained
+from verifiers_rl.process.terminal import print_all_characters
 from verifiers_rl.requests import GroupRequest
 from verifiers_rl.types import LOAD_S, Rollout, columns_of, join_samples, split_samples
 
@@ -143,7 +144,7 @@ def pack_group(group: Sequence[Rollout]) -> tuple[dict[str, Any], bytes]:
         packed["lengths"] = [len(sample.token_ids) for sample in rollout.samples]
         packed["record"] = rollout.record.decode()
         if rollout.error is not None:
-            trace = "".join(traceback.format_exception(rollout.error))
+            trace = printable("".join(traceback.format_exception(rollout.error)))
             packed["error"] = describe_error(rollout.error), trace
         rollouts.append(packed)
     layout = [(name, column.dtype.str, column.shape) for name, column in columns.items()]
@@ -570,6 +571,7 @@ def main(descriptor: int, parent: int, make_environment: Callable[[Any], Any]) -
     # When memory runs out, Linux shall end this process, which is replaced, before the trainer.
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("500")
+    print_all_characters()
     logging.basicConfig(level=logging.WARNING)
     logging.getLogger("verifiers").setLevel(logging.WARNING)
     with open(0, "rb", closefd=False) as stream:  # a file from the process that started us

@@ -59,12 +59,16 @@ def token_file(port: int) -> Path:
 
 
 def save_token(port: int, token: str) -> Path:
-    """Write the token readable by this user only."""
+    """Write the token readable by this user only.
+
+    Raises:
+        OSError, RuntimeError: this user has no folder for it.
+    """
     path = token_file(port)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(token)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(token.encode())
     return path
 
 
@@ -76,8 +80,11 @@ def find_token(host: str, port: int) -> str:
         return os.environ[TOKEN_VARIABLE]
     if host not in LOOPBACK:  # another machine must not learn the token of a server here
         return ""
-    path = token_file(port)
-    return path.read_text() if path.is_file() else ""
+    try:
+        path = token_file(port)
+        return path.read_text("utf-8") if path.is_file() else ""
+    except (OSError, RuntimeError):  # no home, or that of another user: nothing was left here
+        return ""
 
 
 def generation_key(base_url: str) -> str:

@@ -22,6 +22,7 @@ import re
 import secrets
 import signal
 import sys
+import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -49,6 +50,7 @@ OTHER_PROCESSES = (
 )
 NUM_CONNECTIONS = 8192  # at a time, if the system allows it: one for each rollout in flight
 END_DEADLINE_S = 30.0
+MAX_SOCKET_FOLDER = 70  # bytes: the path of a socket has 107, and its name 37 of these
 
 
 def server_cores(cores: list[int], num_workers: int = 1) -> str:
@@ -165,11 +167,32 @@ def fit_to_cpu(args: Any) -> str | None:
 def make_token(port: int) -> None:
     """Draw the run's token and leave it for trainers of this user on this machine."""
     os.environ[TOKEN_VARIABLE] = token = secrets.token_urlsafe(32)
+    try:
+        path = save_token(port, token)
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home is known
+        sys.exit(
+            f"vf-vllm: error: the run's token cannot be left for trainers: {error}. Set HOME or "
+            f"XDG_CACHE_HOME to a folder of this user, or {TOKEN_VARIABLE} here and for the trainer"
+        )
     # Not the token itself: printed text often ends up in a file that others can read.
     print(
         "vf-vllm: a trainer on this machine finds the server's token in "
-        f"{save_token(port, token)}; on another one, set {TOKEN_VARIABLE} to what is in that file",
+        f"{path}; on another one, set {TOKEN_VARIABLE} to what is in that file",
         file=sys.stderr,
+    )
+
+
+def sockets_error() -> str | None:
+    """Return why vLLM's processes cannot connect by sockets in the folder for temporary files, or
+    None.
+    """
+    name = "VLLM_RPC_BASE_PATH" if os.environ.get("VLLM_RPC_BASE_PATH") else "TMPDIR"
+    folder = os.environ.get("VLLM_RPC_BASE_PATH") or tempfile.gettempdir()
+    if len(os.fsencode(folder)) <= MAX_SOCKET_FOLDER:
+        return None
+    return (
+        f"{name}={folder!r}: has {len(os.fsencode(folder))} bytes, and paths of vLLM's sockets in "
+        f"it need one of at most {MAX_SOCKET_FOLDER}; set {name} to a shorter one"
     )
 
 
@@ -227,6 +250,8 @@ def main() -> None:
         from verifiers_rl.process.parent import die_with_parent
 
         die_with_parent(int(parent))
+    if problem := sockets_error():  # first: the rest takes a minute
+        sys.exit(f"vf-vllm: error: {problem}")
     os.environ[SERVER_PID] = str(os.getpid())  # before vLLM loads its plugins
     raise_open_files(NUM_CONNECTIONS)  # vLLM itself asks for a fixed number, or gives up
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

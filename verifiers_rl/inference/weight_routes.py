@@ -141,6 +141,7 @@ class WeightRoutes:
             "vocab_size": text.vocab_size,
             "hidden_size": text.hidden_size,
             "num_hidden_layers": text.num_hidden_layers,
+            "max_model_len": model.max_model_len,
             "joined": list(self._joined),
             "returns_experts": self.vllm.args.returns_experts,
             "batch_invariant": os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"),

@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol
 
+from verifiers_rl.process.terminal import showing
+
 # Launchers pass on what the terminal or the scheduler has sent to the ranks already. So a further
 # signal in this time after the first one is the same one.
 SAME_S = 1.0
@@ -213,4 +215,5 @@ def raise_if_interrupted() -> None:
 
 def say(text: str) -> None:
     """Print a line to stderr. A progress bar may be in the middle of a line there."""
-    print(f"\n{text}", file=sys.stderr, flush=True)
+    with showing("a line"):
+        print(f"\n{text}", file=sys.stderr, flush=True)

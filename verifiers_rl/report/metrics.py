@@ -21,12 +21,15 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from verifiers_rl.losses import MAX_LOG_RATIO, LossInputs, log_importance_ratio
 from verifiers_rl.models import num_experts
 from verifiers_rl.packing import Microbatch
+from verifiers_rl.process.terminal import showing
 from verifiers_rl.report.run_folder import (
     as_line,
     holds_a_run,
     metrics_file,
     read_metrics,
+    short,
     write_metrics,
+    writing,
 )
 from verifiers_rl.router_replay import expert_load
 from verifiers_rl.types import Batch, SampleSizes
@@ -329,15 +332,20 @@ class ShortProgress(ProgressCallback):
     _SHOWN = ("reward", "loss", "grad_norm", "entropy", "mismatch_kl", "step_s")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if self.training_bar is not None and "reward" in logs:
-            self.training_bar.set_postfix(reward=f"{logs['reward']:.3f}")
         shown = {
             name: value
             for name, value in logs.items()
             if name in self._SHOWN or name.startswith("eval_")
         }
-        if shown:
-            super().on_log(args, state, control, {"step": state.global_step, **shown}, **kwargs)
+        with showing("a line of metrics"):
+            if self.training_bar is not None and "reward" in logs:
+                self.training_bar.set_postfix(reward=short(logs["reward"]))
+            if shown:
+                super().on_log(args, state, control, {"step": state.global_step, **shown}, **kwargs)
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        with showing("the progress bar"):
+            super().on_step_end(*args, **kwargs)
 
 
 def replace_progress_bar(trainer: Trainer) -> None:
@@ -380,7 +388,7 @@ class RunFilesCallback(TrainerCallback):
                 return
         target = metrics_file(args.output_dir)
         target.parent.mkdir(parents=True, exist_ok=True)
-        with target.open("a") as file:
+        with writing(target), target.open("a", encoding="utf-8") as file:
             file.write(as_line(row) + "\n")
 
 

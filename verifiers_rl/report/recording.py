@@ -11,7 +11,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -25,9 +25,10 @@ from transformers import TrainerCallback
 from verifiers_rl.config import default_options
 from verifiers_rl.data import describe_error
 from verifiers_rl.process.loop_thread import LoopThread
+from verifiers_rl.process.terminal import showing
 from verifiers_rl.report.metrics import TokenValues
-from verifiers_rl.report.rollouts import RolloutWriter, WritingError
-from verifiers_rl.report.run_folder import read_run, remove_rollouts, write_run
+from verifiers_rl.report.rollouts import RolloutWriter
+from verifiers_rl.report.run_folder import WritingError, read_run, remove_rollouts, write_run
 from verifiers_rl.report.trackers import name_wandb_project, print_rollouts, send_table
 from verifiers_rl.types import Batch, Rollout, Sample, SampleSizes, Split
 
@@ -67,26 +68,27 @@ class RolloutFiles(TrainerCallback):
         Raises:
             WritingError: not in place of an error of the run.
         """
-        status, groups = "finished", ()
         try:
             yield
+            self.checkpoint()
+            self._write_end("finished")
         except BaseException as error:
             is_interrupt = isinstance(error, KeyboardInterrupt | SystemExit)
             status = "interrupted" if is_interrupt else "failed"
-            groups = getattr(error, "groups", ())  # whose rollouts have all failed
+            jobs: list[Callable[[], None]] = [self.checkpoint, partial(self._write_end, status)]
+            if groups := getattr(error, "groups", ()):  # whose rollouts have all failed
+                step = self._trainer.state.global_step + 1
+                jobs.insert(0, partial(self._append, "train", step, groups))
+            for job in jobs:
+                try:
+                    job()
+                except OSError as second:
+                    logger.error("%s", second)  # the run's own error is raised
             raise
         finally:
-            try:
-                if groups:
-                    self._append("train", self._trainer.state.global_step + 1, groups)
-                self.checkpoint()
-            except WritingError as error:
-                if status == "finished":
-                    status = "failed"
-                    raise
-                logger.error("%s", error)  # the run's own error is raised
-            finally:
-                self._close(status)
+            self._writer, thread, self._thread = None, self._thread, None
+            if thread is not None:
+                thread.stop(partial(asyncio.sleep, 0))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Remove the files of an earlier run, and those whose steps a resumed run repeats."""
@@ -113,12 +115,9 @@ class RolloutFiles(TrainerCallback):
             self._writer = RolloutWriter(self._folder, state.global_step + 1)
             self._thread = LoopThread("rollout writer")
 
-    def _close(self, status: str) -> None:
+    def _write_end(self, status: str) -> None:
         if self._is_main and read_run(self._folder).get("pid") == os.getpid():
             write_run(self._folder, {"status": status, "ended_at": time.time()})
-        self._writer, thread, self._thread = None, self._thread, None
-        if thread is not None:
-            thread.stop(partial(asyncio.sleep, 0))
 
     # --- Steps and evaluations --------------------------------------------------------------------
 
@@ -161,10 +160,11 @@ class RolloutFiles(TrainerCallback):
         shows = self._is_main and args.log_rollouts and "step_s" in (logs or {})
         if batch is None or not batch.rollouts or not shows:
             return
-        if not args.disable_tqdm:
-            print_rollouts(batch.rollouts, state.global_step)
-        if "wandb" in args.report_to:
-            send_table(batch.rollouts, state.global_step)
+        with showing("a table of rollouts"):
+            if not args.disable_tqdm:
+                print_rollouts(batch.rollouts, state.global_step)
+            if "wandb" in args.report_to:
+                send_table(batch.rollouts, state.global_step)
 
     def _append(
         self,

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verifiers_rl.process.disk import put_in_place, sync
-from verifiers_rl.report.run_folder import rollouts_file
+from verifiers_rl.report.run_folder import rollouts_file, writing
 
 # Seconds between two files, and their share of the run so far: short steps share a file, so that
 # even a long run has no more than some thousands.
@@ -83,10 +83,6 @@ TOKENS = pa.schema(
 SCHEMA = pa.schema([*NUMBERS, *TEXTS, *TOKENS])
 
 
-class WritingError(OSError):
-    """The rollouts could not be written; the message says where and what to do."""
-
-
 def _encodable(value: Any) -> Any:
     """Return a value with `?` for each half of a surrogate pair, which has no form in UTF-8."""
     if isinstance(value, str):
@@ -146,12 +142,8 @@ class RolloutWriter:
         if not self._tables:
             return
         path = rollouts_file(self._folder, self._number)
-        try:
+        with writing(path, "make room there, or set log_rollouts=0"):
             self._write(path)
-        except OSError as error:
-            raise WritingError(
-                f"{path} cannot be written: {error}; make room there, or set log_rollouts=0"
-            ) from error
         self._tables, self._written_at = [], time.monotonic()
 
     def _write(self, path: Path) -> None:

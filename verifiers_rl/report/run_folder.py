@@ -12,8 +12,9 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,19 @@ MODEL_FILES = (*_MODEL, *_BESIDE_MODEL)
 
 class RunFolderError(ValueError):
     """A run cannot start in this folder; the message names the folder and the fix."""
+
+
+class WritingError(OSError):
+    """A file of the run cannot be written; the message names the file and the fix."""
+
+
+@contextmanager
+def writing(path: Path, fix: str = "make room there") -> Iterator[None]:
+    """Raise WritingError in place of an OSError, which does not name the file of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        raise WritingError(f"{path} cannot be written: {error}; {fix}") from error
 
 
 def newest_checkpoint(output_dir: str | Path) -> Path | None:
@@ -245,7 +259,7 @@ def is_hub_name(model: str) -> bool:
 
 
 def is_our_card(path: Path) -> bool:
-    return path.is_file() and CARD_MARK in path.read_text(errors="replace")
+    return path.is_file() and CARD_MARK in path.read_text("utf-8", "replace")
 
 
 # --- metrics.jsonl --------------------------------------------------------------------------------
@@ -258,7 +272,7 @@ def metrics_file(output_dir: str | Path) -> Path:
 def read_metrics(source: Path) -> list[dict[str, Any]]:
     """Return the rows of a metrics.jsonl, without lines that a killed process left unfinished."""
     rows = []
-    for line in source.read_text(errors="replace").splitlines():
+    for line in source.read_text("utf-8", "replace").splitlines():
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError:
@@ -273,8 +287,12 @@ def write_metrics(target: Path, rows: list[dict[str, Any]]) -> None:
 
 def _replace(target: Path, content: bytes) -> None:
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
-    unfinished.write_bytes(content)
-    unfinished.replace(target)
+    with writing(target):
+        try:
+            unfinished.write_bytes(content)
+            unfinished.replace(target)
+        finally:
+            unfinished.unlink(missing_ok=True)
 
 
 def as_line(row: dict[str, Any]) -> str:
@@ -282,6 +300,11 @@ def as_line(row: dict[str, Any]) -> str:
     return json.dumps(
         {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
     )
+
+
+def short(number: float) -> str:
+    """Return a number for people, with few digits however large it is."""
+    return f"{number:.3f}" if abs(number) < 1e6 else f"{number:.3g}"
 
 
 def summary(source: Path) -> str:
@@ -299,7 +322,7 @@ def summary(source: Path) -> str:
             continue
         # A value that is not finite is a string.
         found = [row for row in rows if isinstance(row.get(name), int | float)]
-        ends = [f"{row[name]:.3f} (step {row['step']})" for row in (*found[:1], *found[1:][-1:])]
+        ends = [f"{short(row[name])} (step {row['step']})" for row in (*found[:1], *found[1:][-1:])]
         lines += [f"{name}: {' -> '.join(ends)}"] if ends else []
     return "\n".join(lines)
 
@@ -352,9 +375,8 @@ def _damage_of(checkpoint: Path, reads_all: bool) -> list[str]:
     if not manifest.is_file():
         return [f"{MANIFEST} is missing"] if (checkpoint / RL_STATE).is_file() else []
     try:
-        files = {
-            name: (size, sum_) for name, (size, sum_) in json.loads(manifest.read_text()).items()
-        }
+        rows = json.loads(manifest.read_text("utf-8"))
+        files = {name: (size, sum_) for name, (size, sum_) in rows.items()}
     except (ValueError, TypeError, AttributeError):
         return [f"{MANIFEST} cannot be read"]
     damage = []
@@ -375,7 +397,7 @@ def _damage_of(checkpoint: Path, reads_all: bool) -> list[str]:
 def read_run(folder: str | Path) -> dict[str, Any]:
     """Return run.json of a run; {} if there is none."""
     path = Path(folder) / RUN
-    return json.loads(path.read_text()) if path.is_file() else {}
+    return json.loads(path.read_text("utf-8")) if path.is_file() else {}
 
 
 def write_run(folder: Path, changes: Mapping[str, Any]) -> None:
@@ -424,12 +446,12 @@ def rl_state_of(checkpoint: str | Path) -> dict[str, Any]:
     It is as it was written; see `raise_if_damaged`.
     """
     path = Path(checkpoint) / RL_STATE
-    return json.loads(path.read_text()) if path.is_file() else {}
+    return json.loads(path.read_text("utf-8")) if path.is_file() else {}
 
 
 def _step_of(checkpoint: Path) -> int:
     try:
-        return int(json.loads((checkpoint / STATE).read_text())["global_step"])
+        return int(json.loads((checkpoint / STATE).read_text("utf-8"))["global_step"])
     except (OSError, ValueError, TypeError, KeyError) as error:  # of Trainer alone
         raise RunFolderError(
             f"cannot resume from {str(checkpoint)!r}: its {STATE} cannot be read; choose another"

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from verifiers_rl.data import printable
+from verifiers_rl.report.run_folder import short
 from verifiers_rl.types import Rollout
 
 TABLE_ROWS = 32
@@ -57,13 +59,18 @@ def print_rollouts(rollouts: Sequence[Rollout], step: int, num_rows: int = 2) ->
     from rich.table import Table
     from rich.text import Text
 
+    class Terminal(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError("broken pipe")  # where rich would end the process
+
     names = ("prompt", "completion", "reward", "advantage")
     table = Table(*names, title=f"step {step}", show_lines=True, expand=True)
     for rollout in from_low_to_high(rollouts, num_rows):
         # Text, not markup: what a model writes must not be read as formatting.
-        texts = [Text(_shorten(text, 400)) for text in (rollout.prompt, rollout.completion)]
-        table.add_row(*texts, f"{rollout.reward:.3f}", f"{rollout.advantage:+.3f}")
-    Console().print(table)
+        shown = (printable(_shorten(text, 400)) for text in (rollout.prompt, rollout.completion))
+        sign = "+" * (rollout.advantage >= 0)
+        table.add_row(*map(Text, shown), short(rollout.reward), sign + short(rollout.advantage))
+    Terminal().print(table)
 
 
 def _shorten(text: str, limit: int) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
-import json
+import errno
 import math
 import os
 import signal
@@ -39,7 +39,9 @@ from verifiers_rl.cli.plan import (
 from verifiers_rl.cli.supervise import LOGS, ThisMachine, supervise
 from verifiers_rl.data import ENDLESS, describe_error
 from verifiers_rl.inference.client import InferenceClient, InferenceServerError, generation_key
+from verifiers_rl.json_text import as_json
 from verifiers_rl.process.loop_thread import LoopThread
+from verifiers_rl.report.run_folder import WritingError, writing
 from verifiers_rl.types import Split
 
 if TYPE_CHECKING:
@@ -127,7 +129,12 @@ def generate(argv: list[str]) -> int:
             thread.run(_write(options, args.max_concurrent, players)).result()
         finally:
             thread.stop(partial(asyncio.sleep, 0))
-    except (GenerationError, InferenceServerError, InvalidEnvironmentError) as error:
+    except (
+        GenerationError,
+        InferenceServerError,
+        InvalidEnvironmentError,
+        WritingError,
+    ) as error:
         fail(error, "vf-rl generate")
     except KeyboardInterrupt:
         print("\nvf-rl generate: interrupted; rows that were written stay", file=sys.stderr)
@@ -261,11 +268,13 @@ async def _write(
 ) -> None:
     """Write the rows of each environment. A file without any is removed."""
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    with options.output.open("x", encoding="utf-8") as file:
+    with options.output.open("xb", buffering=0) as file:  # else closing it would write once more
 
         def write(row: dict[str, Any]) -> None:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            file.flush()
+            line = as_json(row) + b"\n"
+            with writing(options.output):
+                if file.write(line) < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         num_kept = 0
         try:

@@ -26,6 +26,7 @@ from verifiers_rl.data import example_index
 from verifiers_rl.distributed import broadcast_batch, broadcast_outcome, reduce_over_ranks
 from verifiers_rl.losses import LossFn
 from verifiers_rl.models import absolute_path, tokenizer_of
+from verifiers_rl.process.terminal import print_all_characters
 from verifiers_rl.sft.config import SFTConfig
 from verifiers_rl.sft.conversations import Tokenization, Tokens
 from verifiers_rl.trainer import RLTrainer
@@ -144,6 +145,7 @@ class SFTTrainer(RLTrainer):
         peft_config: Any = None,
         **others: Any,
     ) -> None:
+        print_all_characters()
         if not isinstance(args, SFTConfig):
             raise ConfigError(f"args: expected an SFTConfig, got {type(args).__name__}")
         if args.eval_strategy != "no" and eval_dataset is None:
