@@ -368,7 +368,7 @@ def report(
         seconds, a = median[mode], median[f"{same} (a)"]
         span = f"{min(rows[mode]):.3f}-{max(rows[mode]):.3f}"
         print(
-            f"| {mode} | {plan.num_bytes / 1e6:.2f} | {len(list(plan.buckets()))} "
+            f"| {mode} | {plan.num_bytes / 1e6:.2f} | {len(plan.buckets)} "
             f"| {len(plan.tensors)} | {seconds:.4f} ({span}) "
             f"| {a:.4f} | {seconds / a:.2f} |"
         )
