@@ -7,6 +7,7 @@ import os
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch: processes side by side share the cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import re
 import secrets
 import signal
 import socket
@@ -14,11 +15,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -65,9 +67,64 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
 
+def wait_until(
+    condition: Callable[[], Any], seconds: float = 30.0, what: Callable[[], Any] = lambda: ""
+) -> None:
+    """Wait for what nobody tells of; `what` is shown if it does not come."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.05)
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return probe.getsockname()[1]
+
+
+class Started:
+    """A process with its output in a file. It ends with the block, and what it has started."""
+
+    def __init__(self, command: list[str], environment: Mapping[str, str], log: Path) -> None:
+        self.command, self.environment, self.log = command, environment, log
+
+    def __enter__(self) -> Started:
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(
+                self.command,
+                env=self.environment,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):  # the SIGKILL below
+                self.process.wait(20)
+        with suppress(ProcessLookupError):  # all gone
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def said(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def wait_until(self, condition: Callable[[], Any], seconds: float = 240.0) -> None:
+        """Wait for this while the process runs."""
+        deadline = time.monotonic() + seconds
+        while True:
+            is_over = self.process.poll() is not None or time.monotonic() > deadline
+            if condition():
+                return
+            if is_over:
+                raise RuntimeError(self.said()[-6000:])
+            time.sleep(0.2)
+
+    def wait_for(self, pattern: str) -> None:
+        """Wait for this in its output."""
+        self.wait_until(lambda: re.search(pattern, self.said()))
 
 
 @contextmanager
@@ -82,38 +139,16 @@ def running_server(
     # It ends with this process, also where that is killed. Linux would end it with another thread.
     if threading.current_thread() is threading.main_thread():
         environment["VERIFIERS_RL_DIE_WITH_PARENT"] = str(os.getpid())
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        client = InferenceClient("127.0.0.1", port)
-        deadline = time.monotonic() + 240
-        while True:
-            try:
-                client.status()
-                break
-            except InferenceServerError as error:
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"{error}\n{log.read_text()[-6000:]}") from error
-            time.sleep(0.5)
-        yield Server(port, process, log)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                pass  # the SIGKILL below
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # all gone
-        process.wait()
+    client = InferenceClient("127.0.0.1", port)
+
+    def answers() -> bool:
+        with suppress(InferenceServerError):
+            return bool(client.status())
+        return False
+
+    with Started(command, environment, log) as started:
+        started.wait_until(answers)
+        yield Server(port, started.process, log)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -155,6 +190,37 @@ def processes_of(folder):
         except OSError:
             pass  # it ended meanwhile, or is not ours
     return found
+
+
+@pytest.fixture
+def kept_handlers():
+    """Signal handlers as they were, afterwards."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def run_main(monkeypatch, capfd, kept_handlers):
+    """Runs main() of a command with these words in this process, which saves imports. Returns its
+    exit status, and what it printed to stdout and stderr.
+    """
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the TOML's folder is put there
+    monkeypatch.setenv(TOKEN_VARIABLE, os.environ[TOKEN_VARIABLE])  # vf-rl sets one of its own
+
+    def run_main(main, *words):
+        monkeypatch.setattr(sys, "argv", ["vf", *map(str, words)])
+        capfd.readouterr()
+        status = 0
+        try:
+            main()
+        except SystemExit as ended:
+            status = ended.code
+        return status, *capfd.readouterr()
+
+    return run_main
 
 
 @pytest.fixture
