@@ -199,6 +199,29 @@ def test_texts_have_what_the_tokenizer_puts_around_them_once(around, row, at):
     assert found.tolist() == ids and np.flatnonzero(mask).tolist() == at
 
 
+@pytest.mark.parametrize("template", [LLAMA, None])
+def test_a_long_conversation_is_tokenized_in_linear_time(template):
+    tokenizer, nums = make_tokenizer(template), []
+
+    class Counting:
+        num = 0
+
+        def __call__(self, text, **options):
+            self.num += len(text)
+            return tokenizer(text, **options)
+
+        def __getattr__(self, name):
+            return getattr(tokenizer, name)
+
+    for num_messages in (20, 80):
+        messages, counting = chat(*["a longer text"] * num_messages), Counting()
+        [(ids, _)] = Tokenization(counting).of_row({"messages": messages})
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        assert ids.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
+        nums.append(counting.num)
+    assert nums[1] < 4.5 * nums[0]
+
+
 def test_variables_of_the_template_are_of_the_run_or_of_the_row():
     tokenizer = make_tokenizer("{{- greeting -}}" + LLAMA)
     tokenization = Tokenization(tokenizer, template={"greeting": "hi"})

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import resource
 import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from verifiers_rl.cli.children import LocalChild
 from verifiers_rl.cli.config import load_run_config
 from verifiers_rl.cli.plan import SERVERS_VARIABLE, assign_gpus, plan_servers
 from verifiers_rl.envs.played import PlayedEnvironment
+from verifiers_rl.report.run_folder import WritingError
 from verifiers_rl.sft import generate as module
 from verifiers_rl.sft.conversations import Tokenization, read_dataset
 from verifiers_rl.sft.generate import (
@@ -238,6 +240,24 @@ def test_a_rollout_is_written_when_it_ends_not_behind_slower_ones():
 
     asyncio.run(asyncio.wait_for(write_rows(made_of(play, 3), ASKED, 3, write), 20))
     assert written == [1, 2, 0]
+
+
+def test_a_full_disk_is_named_and_half_a_character_of_a_model_ends_nothing(tmp_path, monkeypatch):
+    async def write_rows(player, options, num_at_once, write):
+        for _ in range(3):
+            write({"text": "\ud800" + "y" * 60})
+
+    monkeypatch.setattr(module, "write_rows", write_rows)
+    options = SimpleNamespace(output=tmp_path / "data.jsonl", min_reward=0.0)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(WritingError, match=r"data\.jsonl cannot be written: .*; make room"):
+            asyncio.run(module._write(options, 1, [SimpleNamespace(name="e")]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    first = options.output.read_text().splitlines()[0]
+    assert json.loads(first) == {"text": "?" + "y" * 60}
 
 
 @pytest.mark.parametrize(("failing", "num_played"), [(500, 10), (9, 500)])
