@@ -131,19 +131,14 @@ def shared_with_workers(
     num_workers: int, num_buffers: int, buffer_bytes: int
 ) -> Iterator[tuple[SharedBuffers, list[int]]]:
     """Yield new memory, and its address: inside, `attach` finds the memory by that."""
-    fd = os.memfd_create("weights")
-    try:
-        sizes = (num_workers, num_buffers, buffer_bytes)
+    sizes = (num_workers, num_buffers, buffer_bytes)
+    with open(os.memfd_create("weights"), "r+b") as file:
+        fd = file.fileno()
         yield SharedBuffers(fd, *sizes), [os.getpid(), fd, *sizes]
-    finally:
-        os.close(fd)
 
 
 def attach(address: Sequence[int]) -> SharedBuffers:
     """Return the memory that another process of this user, on this machine, has made."""
     pid, their_fd, *sizes = address
-    fd = os.open(f"/proc/{pid}/fd/{their_fd}", os.O_RDWR)
-    try:
-        return SharedBuffers(fd, *sizes)
-    finally:
-        os.close(fd)
+    with open(f"/proc/{pid}/fd/{their_fd}", "r+b") as file:
+        return SharedBuffers(file.fileno(), *sizes)

@@ -189,7 +189,7 @@ class WeightSync:
         self.num_pushes = 0
         logger.info(
             "weight sync: %s of %d tensors, %.1f MB a push, over %s to %d worker(s)",
-            self.plan.kind,
+            "full" if adapter is None else "adapter",
             len(sources),
             self.plan.num_bytes / 1e6,
             backend,
