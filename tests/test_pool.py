@@ -226,13 +226,20 @@ def test_a_server_that_dies_serves_again_after_the_next_push(make_pool, caplog):
     assert {trainer for server in servers for trainer in server.held} == {"this one"}
 
 
-def test_a_server_that_started_anew_between_two_looks_is_lost(make_pool):
-    pool, servers = make_pool(2)
+@pytest.mark.parametrize(
+    ("connection", "message"), [(None, "started anew"), ("of another", "another trainer has conn")]
+)
+def test_a_server_that_started_anew_is_lost_and_one_of_another_trainer_no_reason_to_wait(
+    make_pool, connection, message
+):
+    pool, (server,) = make_pool(1)
     pool.wait_until_ready()
     push(pool, 0)
-    servers[0].connection = None
-    pool.check_server()
-    soon(lambda: states(pool) == ["found", "serving"])
+    server.connection = connection
+    with pytest.raises(InferenceServerError, match=message) as caught:
+        pool.check_server()
+    assert isinstance(caught.value, ServerLostError) == (connection is None)
+    soon(lambda: states(pool) == ["found"])
 
 
 def test_a_server_is_compared_before_and_after_a_step_and_whenever_it_connects_anew(make_pool):
@@ -309,16 +316,6 @@ def test_a_server_whose_push_has_broken_is_lost_and_not_taken_by_another(make_po
     sync.close()  # as a push that breaks does, before the pool has heard of it
     with pytest.raises(ServerLostError):
         sync.check_server()
-
-
-def test_a_server_that_another_trainer_took_is_no_reason_to_wait(make_pool):
-    pool, servers = make_pool(1)
-    pool.wait_until_ready()
-    push(pool, 0)
-    servers[0].connection = "of another"
-    with pytest.raises(InferenceServerError, match="another trainer has connected") as caught:
-        pool.check_server()
-    assert not isinstance(caught.value, ServerLostError)
 
 
 def test_a_server_that_joins_is_used_from_the_next_push_on(make_pool, monkeypatch):

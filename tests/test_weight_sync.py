@@ -20,6 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import (
     AutoConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     PretrainedConfig,
@@ -607,6 +609,11 @@ def test_an_adapter_of_experts_is_refused_before_the_run_where_it_is_not_sent_me
         assert bool(servers[0].num_asked) == (lora_sync == "auto")
 
 
+def make_gpt2():
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=261, n_embd=32, n_layer=1, n_head=4))
+
+
 TIED, EXPERTS = partial(make_tiny_model, tie_word_embeddings=True), partial(make_of_kind, "qwen3")
 OF_GPT_OSS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
@@ -627,6 +634,13 @@ OF_GPT_OSS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
         (make_tiny_model, {"target_modules": ["embed_tokens", "q_proj"]}, "embed_tokens", 1e-6),
         # Of an untied model only: peft unties a head that it trains a copy of.
         (make_tiny_model, {"modules_to_save": ["lm_head"]}, "lm_head", 1e-6),
+        # Its layers keep their weights transposed.
+        (
+            make_gpt2,
+            {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True},
+            "c_proj",
+            1e-6,
+        ),
         (EXPERTS, {}, "experts.down_proj experts.gate_up_proj", 1e-5),
         (
             EXPERTS,

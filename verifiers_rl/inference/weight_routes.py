@@ -304,10 +304,8 @@ async def all_before(coming: Awaitable[None], deadline: float, timeout_s: float)
     try:
         async with asyncio.timeout_at(deadline):
             await coming
-    except ClientDisconnect as error:
-        raise HTTPException(409, "the trainer left before all of the push was here") from error
-    except ValueError as error:
-        raise HTTPException(409, str(error)) from error
+    except (ClientDisconnect, ValueError) as error:
+        raise HTTPException(409, str(error) or "the trainer left in its push") from error
     except TimeoutError as error:
         raise HTTPException(
             409, f"a push of weights took longer than {timeout_s:g} s (vllm_server_timeout)"

@@ -215,7 +215,7 @@ def _merge(module: Any) -> Tensor:
     weight = gather_full(_adapted_weight(module)).float()
     a, b = gather_full(a).float(), gather_full(b).float()  # (r, in), (out, r)
     add: Any = torch.addmm
-    is_transposed = is_embedding
+    is_transposed = is_embedding or getattr(module, "fan_in_fan_out", False)
     if weight.ndim == 3:
         a = a.reshape(len(weight), -1, a.shape[-1])  # (experts, r, in)
         b = b.reshape(len(b), -1, len(weight)).permute(2, 0, 1)  # (experts, out, r)
