@@ -31,7 +31,7 @@ from verifiers_rl.process.interrupts import Interrupted, Interrupts
 from verifiers_rl.requests import Places
 from verifiers_rl.sync import pool as pool_module
 from verifiers_rl.sync import weight_sync
-from verifiers_rl.sync.pool import Replica, ServerPool
+from verifiers_rl.sync.pool import ServerPool
 from verifiers_rl.sync.sources import Source, what_to_send
 from verifiers_rl.sync.weight_sync import WeightSync, push_to_all
 from verifiers_rl.types import Rollout
@@ -330,36 +330,6 @@ def test_a_server_that_joins_is_used_from_the_next_push_on(make_pool, monkeypatc
     assert states(pool) == ["serving"] * 2
     new.die()  # it is watched like the others
     soon(lambda: states(pool) == ["serving", "lost"])
-
-
-class Vanishing(Replica):
-    """Another thread loses this replica when its sync is read for the first time."""
-
-    def lose_with(self, pool):
-        gone = ServerLostError("gone")
-        self.thread = threading.Thread(target=pool._lose, args=(self, self.__dict__["sync"], gone))
-
-    @property
-    def sync(self):
-        if (thread := self.__dict__.get("thread")) is not None and thread.ident is None:
-            thread.start()
-            thread.join(0.2)  # it may have to wait for whoever reads this
-        return self.__dict__["sync"]
-
-    @sync.setter
-    def sync(self, sync):
-        self.__dict__["sync"] = sync
-
-
-def test_a_server_that_is_lost_while_it_is_chosen_costs_itself_only(make_pool):
-    pool, servers = make_pool(2)
-    pool.replicas[0] = vanishing = Vanishing(servers[0])
-    pool.wait_until_ready()
-    push(pool, 0)
-    vanishing.lose_with(pool)
-    assert push(pool, 1) >= 1
-    vanishing.thread.join(10)
-    assert states(pool)[1] == "serving"
 
 
 def test_servers_that_never_come_are_an_error_and_one_is_a_warning(make_pool, caplog):
