@@ -250,13 +250,15 @@ class GptOssForCausalLM(torch.nn.Linear):
         self.sinks = torch.nn.Parameter(torch.zeros(2))
 
     def load_weights(self, weights):
+        loaded = set()
         for name, weight in weights:
-            parameter = self.get_parameter(name.rpartition(".")[2])
-            if name == "attn.sinks":
+            loaded.add(own := name.removeprefix("attn."))
+            parameter = self.get_parameter(own)
+            if own == "sinks":
                 parameter.data.copy_(weight)
             else:
                 parameter.weight_loader(parameter, weight)
-        return {"sinks", "weight"}
+        return loaded
 
 
 @OF_VLLM

@@ -186,8 +186,8 @@ class WeightRoutes:
         num_buffers = len(sizes) if plan.adapter is not None else min(len(sizes), 2)
         num_workers = config.parallel_config.world_size_across_dp
         hold = Hold(new.trainer, new.name, sizes, lambda: self.vllm.server.should_exit)
-        with shared_with_workers(num_workers, num_buffers, max(sizes, default=0)) as found:
-            shared, address = found
+        largest = max(sizes, default=0)
+        with shared_with_workers(num_workers, num_buffers, largest) as (shared, address):
             async with updating(engine, new.timeout_s):  # some engines step together
                 await self._let_work(
                     *(left(request), shared, new.timeout_s, "weight_sync_connect"),

@@ -127,8 +127,7 @@ class WeightSyncWorker:
     def weight_sync_receive(self, timeout_s: float) -> None:
         """Receive one push and load it."""
         shared, plan = self._shared, self._weight_sync_plan
-        if shared is None:
-            raise RuntimeError("the last push failed here; connect again")
+        assert shared is not None  # after a push that failed, the trainer must connect again
 
         def from_shared(num_bytes: int) -> Callable[[], torch.Tensor]:
             return lambda: shared.receive(self._number, num_bytes, timeout_s)

@@ -53,8 +53,7 @@ class SharedBuffers:
     def __init__(self, fd: int, num_workers: int, num_buffers: int, buffer_bytes: int) -> None:
         head = -(-8 * (_COUNTS + num_workers) // _PAGE) * _PAGE
         size = head + num_buffers * buffer_bytes
-        if os.fstat(fd).st_size != size:
-            os.ftruncate(fd, size)
+        os.ftruncate(fd, size)
         memory = mmap.mmap(fd, size)
         self._words = np.frombuffer(memory, np.int64, _COUNTS + num_workers)
         self._buffers = np.frombuffer(memory, np.uint8)[head:].reshape(num_buffers, buffer_bytes)

@@ -153,10 +153,8 @@ class WeightSync:
             InferenceServerError: another trainer has the server, or it cannot take these weights.
                 The message says why and what to change.
         """
-        if self.connection is not None:
-            assert self._hold is not None
-            if not self._hold.has_reply():
-                return
+        if self.connection is not None and self._hold is not None and not self._hold.has_reply():
+            return
         with self._connecting:
             self.close()  # something between us and the server may have cut what held it
             self._connect(model, sources, adapter)
