@@ -261,29 +261,36 @@ class GptOssForCausalLM(torch.nn.Linear):
         return loaded
 
 
+class Other(GptOssForCausalLM):
+    """Of which nothing is known."""
+
+
 @OF_VLLM
 @pytest.mark.slow
-def test_what_vllms_reload_loses_is_named_and_gpt_oss_loses_nothing(monkeypatch):
+def test_what_vllms_reload_loses_is_named_and_gpt_oss_loses_nothing():
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
     from verifiers_rl.inference.reloading import in_reloadable_form
     from verifiers_rl.inference.worker import WeightSyncWorker
 
-    model, worker = GptOssForCausalLM(), WeightSyncWorker()
-    record_metadata_for_reloading(model)
+    worker, gpt_oss, other = WeightSyncWorker(), GptOssForCausalLM(), Other()
     worker.device = torch.device("cpu")
-    worker.model_runner = SimpleNamespace(get_model=lambda: model)
     worker.vllm_config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32))
-    weights = [("attn.sinks", torch.tensor([1.0, 2.0])), ("weight", torch.eye(2))]
-    worker._load_full([weights])
-    assert model.sinks.tolist() == [1, 2] and model.weight.tolist() == [[1, 0], [0, 1]]
-    experts = ("a.mlp.experts.bias", torch.tensor([[5.0], [6.0]]))
-    alone = [(name, tensor.tolist()) for name, tensor in in_reloadable_form(model, [experts], [])]
-    assert alone == [("a.mlp.experts.0.bias", [5]), ("a.mlp.experts.1.bias", [6])]
-    monkeypatch.setattr(GptOssForCausalLM, "__name__", "Other")
-    assert [*in_reloadable_form(model, [experts], [])] == [experts]
-    with pytest.raises(RuntimeError, match=r"vLLM's Other cannot take .*: \['sinks'\] would stay"):
+
+    def load(model):
+        record_metadata_for_reloading(model)
+        worker.model_runner = SimpleNamespace(get_model=lambda: model)
+        weights = [("attn.sinks", torch.tensor([1.0, 2.0])), ("weight", torch.eye(2))]
         worker._load_full([weights])
+
+    load(gpt_oss)
+    assert gpt_oss.sinks.tolist() == [1, 2] and gpt_oss.weight.tolist() == [[1, 0], [0, 1]]
+    with pytest.raises(RuntimeError, match=r"vLLM's Other cannot take .*: \['sinks'\] would stay"):
+        load(other)
+    experts = ("a.mlp.experts.bias", torch.tensor([[5.0], [6.0]]))
+    assert [*in_reloadable_form(other, [experts], [])] == [experts]
+    alone = [(name, tensor.tolist()) for name, tensor in in_reloadable_form(gpt_oss, [experts], [])]
+    assert alone == [("a.mlp.experts.0.bias", [5]), ("a.mlp.experts.1.bias", [6])]
 
 
 def test_a_token_left_on_this_machine_is_shown_to_no_other(monkeypatch, tmp_path):
