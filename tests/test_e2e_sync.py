@@ -108,16 +108,15 @@ def bfloat16_server(request, models, tmp_path_factory):
 
 @pytest.fixture
 def connect():
-    """A trainer's end of the sync; the one before it leaves the server, unless it is to stay."""
+    """A trainer's end of the sync; the one before it leaves the server."""
     made = []
 
     def leave():
         for sync in made:
             sync.close()
 
-    def make(server, keeps_others=False, **options):
-        if not keeps_others:
-            leave()
+    def make(server, **options):
+        leave()
         client = InferenceClient("127.0.0.1", server.port, timeout_s=60)
         options = {"timeout_s": 60, "bucket_bytes": 1_000_000, **options}
         made.append(WeightSync(client, **options))

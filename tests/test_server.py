@@ -454,9 +454,7 @@ def server_of_pushes(monkeypatch):
     """Starts a server that a trainer has connected to. Yields its client, the name of the
     connection, and a function for the server's policy version.
     """
-    monkeypatch.setattr(
-        "verifiers_rl.inference.weight_routes.fit_to_server", lambda plan, config: plan
-    )
+    monkeypatch.setattr(f"{ROUTES}.fit_to_server", lambda plan, config: plan)
 
     @contextmanager
     def start(workers=None, **options):
@@ -484,6 +482,7 @@ def pushed(client, connection, body=BODY, num_bytes=None, timeout_s=5.0, **chang
     return request
 
 
+ROUTES = "verifiers_rl.inference.weight_routes"
 NONE, THREE = (("set_weight_version", label) for label in ("none", "3"))
 
 
@@ -533,17 +532,6 @@ def test_a_bucket_with_other_bytes_than_were_sent_is_loaded_by_no_worker(server_
         hold, connection = connected(client)  # as the trainer does now
         assert pushed(client, connection).answer() == {"policy_version": 3}
         hold.close()
-
-
-def test_a_tensor_that_a_worker_refuses_is_not_sent_again(server_of_pushes):
-    def refuse(number, shared):
-        raise ValueError("vLLM serves no adapter of ['a']")
-
-    with server_of_pushes(Workers(connect=None)) as (client, _, engine):
-        engine.work.connect = refuse
-        with pytest.raises(InferenceServerError, match="400: ValueError: vLLM serves") as caught:
-            connected(client)
-        assert not isinstance(caught.value, ServerLostError)
 
 
 def begin_push(client, connection, timeout_s, length=f"Content-Length: {NUM_BYTES}", num_bytes=256):
@@ -688,7 +676,7 @@ def test_a_connection_over_nccl_hands_the_id_on_and_awaits_no_body(server_of_pus
 @pytest.mark.parametrize("method", ["connect", "receive"])
 def test_workers_in_nccl_hear_that_the_trainer_has_left(server_of_pushes, method):
     """They wait in NCCL for a trainer that was killed."""
-    begun, heard = threading.Event(), []
+    begun, heard = threading.Event(), threading.Semaphore(0)
 
     def wait(number, shared):
         begun.set()
@@ -696,47 +684,50 @@ def test_workers_in_nccl_hear_that_the_trainer_has_left(server_of_pushes, method
         while not shared.is_given_up():
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        heard.append(number)
+        heard.release()
         raise RuntimeError("given up")
 
-    workers = Workers(**{"take": wait})
+    workers = Workers(take=wait)
     with server_of_pushes(workers) as (client, _, _engine):
-        nccl_id = base64.b64encode(bytes(128)).decode()
+        fields = {"timeout_s": 60.0, "trainer": "first", "plan": PLAN.model_dump()}
+        fields["nccl_id"] = base64.b64encode(bytes(128)).decode()
         if method == "connect":
             workers.connect = wait
-            fields = {"timeout_s": 60.0, "trainer": "first", "plan": PLAN.model_dump()}
-            request = client.connect_weight_sync(fields | {"nccl_id": nccl_id}, 60.0).begin()
-        else:
-            hold, connection = connected(client, nccl_id=nccl_id)
+        request = client.connect_weight_sync(fields, 60.0).begin()
+        if method == "receive":
+            hold, connection = request, request.answer(stays_open=True)["connection"]
             request = pushed(client, connection, b"", timeout_s=60.0)
         leaving = threading.Thread(target=lambda: (begun.wait(10), request.give_up()))
         leaving.start()
         with pytest.raises(ServerLostError):
             request.answer()
         leaving.join(10)
-        deadline = time.monotonic() + 10
-        while len(heard) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        assert heard.acquire(timeout=10) and heard.acquire(timeout=10)
         with pytest.raises(ServerLostError, match="409: no trainer is connected"):
             pushed(client, "c").answer()
         if method == "receive":
             hold.close()
 
 
-def test_an_error_while_a_connection_is_prepared_is_an_answer_and_changes_nothing(
+def test_an_error_while_a_connection_is_made_is_an_answer_of_the_kind_that_it_is(
     server_of_pushes, monkeypatch
 ):
+    def refuse(number, shared):
+        raise ValueError("vLLM serves no adapter of ['a']")
+
     def fail(plan, config):
         raise AttributeError("'VisionConfig' object has no attribute 'num_attention_heads'")
 
-    with server_of_pushes() as (client, connection, _engine):
-        monkeypatch.setattr("verifiers_rl.inference.weight_routes.fit_to_server", fail)
-        with pytest.raises(
-            InferenceServerError, match=r"500: .* no attribute 'num_attention_heads'"
-        ):
-            connected(client)
+    with server_of_pushes() as (client, connection, engine):
+        with monkeypatch.context() as patch:  # before anything has changed
+            patch.setattr(f"{ROUTES}.fit_to_server", fail)
+            with pytest.raises(ServerLostError, match=r"500: .* attribute 'num_attention_heads'"):
+                connected(client)
         assert pushed(client, connection).answer() == {"policy_version": 3}
+        engine.work.connect = refuse
+        with pytest.raises(InferenceServerError, match="400: ValueError: vLLM serves") as caught:
+            connected(client)
+        assert not isinstance(caught.value, ServerLostError)  # what is refused is not sent again
 
 
 @pytest.mark.parametrize(("status", "is_lost"), [(500, 1), (502, 1), (429, 1), (504, 1), (423, 0)])
@@ -791,9 +782,6 @@ def free_server(monkeypatch):
     monkeypatch.setattr(f"{ROUTES}.fit_to_server", lambda plan, config: plan)
     with server_of(Engine(2, work=Workers())) as found:
         yield found
-
-
-ROUTES = "verifiers_rl.inference.weight_routes"
 
 
 def check_refused(client, monkeypatch, name, who="another trainer has this server"):
