@@ -339,7 +339,7 @@ def write_manifest(checkpoint: Path) -> None:
         str(path.relative_to(checkpoint)): [path.stat().st_size, checksum]
         for path, checksum in zip(paths, sums, strict=True)
     }
-    (checkpoint / MANIFEST).write_text(json.dumps(files, indent=1))
+    (checkpoint / MANIFEST).write_text(json.dumps(files, indent=1), "utf-8")
 
 
 def _checksum(path: Path) -> str:
