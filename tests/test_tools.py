@@ -134,18 +134,23 @@ def test_the_object_of_a_task_is_not_that_of_a_rollout(on_the_path):
     assert isinstance(LocalUrl(given), str) and LocalUrl(given).shared is None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tools_in_process", [True, False])
-def test_tools_in_process_decides_whether_there_is_a_process(play, tools_in_process, monkeypatch):
-    options = {"env": load("glossary_like"), "tools_in_process": tools_in_process}
-    (rollout,), requests = play(calls(("double", {"x": 4}), ("process", {})), **options)
+@pytest.mark.parametrize("in_process", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_tools_in_process_decides_whether_there_is_a_process(play, in_process):
+    say = calls(("double", {"x": 4}), ("process", {}))
+    (rollout,), requests = play(say, load("glossary_like"), tools_in_process=in_process)
     doubled, process = tool_results(rollout)
-    assert doubled == "8" and (process == str(os.getpid())) == tools_in_process
+    assert doubled == "8" and (process == str(os.getpid())) == in_process
     assert requests[0][0]["tools"][0]["function"]["name"] == "double"
-    if not tools_in_process:
-        monkeypatch.setattr("verifiers_rl.envs.tools.CONNECT_S", 0.0)
-        (failed,), _ = play(**options, fails=True)
-        assert "the tool servers [''] did not answer within 0 s" in str(failed.error)
+
+
+def test_tool_servers_that_do_not_answer_are_named(play, monkeypatch):
+    from many_tools import ManyTask, Own
+
+    elsewhere = Own(vf.ToolsetConfig(url="http://127.0.0.1:9/mcp"))
+    monkeypatch.setattr(ManyTask, "toolsets", classmethod(lambda *_: [elsewhere]))
+    monkeypatch.setattr("verifiers_rl.envs.tools.CONNECT_S", 0.0)
+    (rollout,), _ = play(env=load("many_tools"), fails=True)
+    assert "the tool servers ['', 'own'] did not answer within 0 s" in str(rollout.error)
 
 
 def test_tools_may_be_defined_in_the_script_that_runs(play, monkeypatch):

@@ -260,7 +260,7 @@ def test_the_line_at_the_start_says_what_is_played_where(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("lines", "message"),
     [
         (
             'taskset.id = "small_task"',
@@ -268,25 +268,28 @@ def test_the_line_at_the_start_says_what_is_played_where(tmp_path, capsys):
             r"'small_task'; did you mean 'small_tasks'\?",
         ),
         (
-            "eval_taskset.num_task = 3",
+            f"{SMALL}\neval_taskset.num_task = 3",
             r"\[env.eval_taskset\] has an unknown key 'num_task'; did you mean 'num_tasks'\?",
         ),
-        ('id = "fixit"', r"environment 'fixit' not found .*; did you mean 'fix_it'\?"),
-        ('agent.harness.id = "nul"', r"harness 'nul' not found .*; did you mean 'null'\?"),
+        (f'{SMALL}\nid = "fixit"', r"environment 'fixit' not found .*; did you mean 'fix_it'\?"),
         (
-            'agent.harness = { id = "null", tool_time = 3 }',
+            f'{SMALL}\nagent.harness.id = "nul"',
+            r"harness 'nul' not found .*; did you mean 'null'\?",
+        ),
+        (
+            f'{SMALL}\nagent.harness = {{ id = "null", tool_time = 3 }}',
             r"\[env.agent.harness\] has an unknown key 'tool_time'; did you mean 'tool_timeout'\?",
         ),
         (
-            "agent.max_turn = 3",
+            f"{SMALL}\nagent.max_turn = 3",
             r"\[env.agent\] has an unknown key 'max_turn'; did you mean 'max_turns'\?",
         ),
         (
-            "agents.max_turns = 3",
+            f"{SMALL}\nagents.max_turns = 3",
             r"\[env\] has an unknown key 'agents'; did you mean 'agent'\?",
         ),
         (
-            'taskset.id = "fix_it"\nharness.id = "null"',
+            f'{FIX_IT}\nharness.id = "null"',
             r"\[env\]:? a harness belongs to a seat: ",
         ),
         ('taskset.id = "needy"', r"taskset 'needy' not found .*: No module named 'not_there'"),
@@ -295,14 +298,14 @@ def test_the_line_at_the_start_says_what_is_played_where(tmp_path, capsys):
     ],
 )
 def test_what_a_toml_has_wrong_is_one_line_with_key_value_and_hint(
-    line, message, tmp_path, monkeypatch
+    lines, message, tmp_path, monkeypatch
 ):
     (tmp_path / "needy.py").write_text("import not_there\n")
     (tmp_path / "bare.py").write_text("")
     (tmp_path / "unlucky.py").write_text("raise ValueError('no luck')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(InvalidEnvironmentError, match=message) as caught:
-        toml(*([] if line.startswith("taskset") else [SMALL]), line)
+        toml(lines)
     assert len(str(caught.value).splitlines()) == 1
 
 

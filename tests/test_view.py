@@ -440,7 +440,7 @@ def test_the_file_has_the_page_and_its_data_and_asks_for_nothing_else(tmp_path):
     texts = [[m["content"] for m in of["messages"]] for of in (part["rollouts"][5], rollouts[5])]
     assert texts[0] == texts[1]
     with_tokens = [row["number"] for row in part["rollouts"] if row["has_tokens"]]
-    assert with_tokens and with_tokens == [int(number) for number in part["tokens"]]
+    assert with_tokens and with_tokens == sorted(map(int, part["tokens"]))
     assert not list(tmp_path.glob(".page*"))
 
 

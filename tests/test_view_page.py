@@ -106,6 +106,14 @@ def until(page, condition):
         page.wait_for_timeout(20)
 
 
+def visit(page, *parts):
+    """Go to these parts, of which none scrolls sideways."""
+    for part in parts:
+        go(page, part)
+        page.wait_for_timeout(60)
+        assert not page.evaluate("document.documentElement.scrollWidth > innerWidth"), part
+
+
 # --- Curves ---------------------------------------------------------------------------------------
 
 
@@ -141,6 +149,12 @@ def test_the_overview_shows_how_two_runs_are_and_leads_to_the_rollouts_of_a_step
     page.reload()
     see(page, "#chart-reward canvas")
     assert "runs=first" in page.url and page.locator(".card").count() == 1
+
+
+def test_no_part_scrolls_sideways_on_a_phone(open_page, address):
+    page = open_page(address, PHONE, color_scheme="dark")
+    see(page, ".card")
+    visit(page, *PARTS, *(f"#/rollouts?run=first&number=3&tab={tab}" for tab in TABS))
 
 
 # --- Rollouts -------------------------------------------------------------------------------------
@@ -348,23 +362,16 @@ def write_hostile_run(folder):
 
 
 @pytest.mark.slow
-def test_what_models_write_is_text_that_fits_on_the_page_and_in_the_file(open_page, tmp_path):
+def test_what_models_write_is_text_on_the_page_and_in_the_file(open_page, tmp_path):
     write_hostile_run(tmp_path / "run")
     one_file.write_page(Runs([tmp_path / "run"]), tmp_path / "page.html", 2_000_000)
     tabs = [f"#/rollouts?number={number}&tab={tab}" for number in range(3) for tab in TABS]
     with serving(tmp_path / "run") as client:
-        for start, viewport, scheme in (
-            (f"{client.base_url}/?token=secret-token", PHONE, "dark"),
-            (f"file://{tmp_path}/page.html", WIDE, "light"),
-        ):
-            page = open_page(start, viewport, color_scheme=scheme)
+        for start in (f"{client.base_url}/?token=secret-token", f"file://{tmp_path}/page.html"):
+            page = open_page(start)
             page.locator(".card").wait_for()
             page.locator("summary", has_text="More").click()
-            for part in (*PARTS, *tabs):
-                go(page, part)
-                page.wait_for_timeout(60)
-                sideways = "document.documentElement.scrollWidth > innerWidth"
-                assert not page.evaluate(sideways), (part, viewport)
+            visit(page, *PARTS, *tabs)
             go(page, "#/rollouts?number=0", ".message")
             assert HOSTILE in text(page, ".message .text")
             assert page.evaluate("window.hacked") is None

@@ -327,9 +327,9 @@ def test_overlong_prompts_are_left_out(caplog):
     assert "1 prompts longer than max_prompt_len=3 left out" in caplog.text
     assert load(env, max_seq_len=4).sizes("train") == [2]
     assert "1 prompts that fill max_seq_len=4 (raise it, or set max_prompt_len)" in caplog.text
-    for questions in (["abcdef"], []):
+    for questions, options in ((["abcdef"], {}), ([], {"tokenizer": None})):
         with pytest.raises(InvalidEnvironmentError, match=r"no example; \d had overlong"):
-            load(make_env(questions=questions), max_prompt_len=3)
+            load(make_env(questions=questions), max_prompt_len=3, **options)
 
 
 def test_an_image_in_the_first_prompt_is_refused_at_the_start():
