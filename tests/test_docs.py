@@ -20,6 +20,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from accelerate.commands.launch import launch_command_parser
+from torch.distributed.run import get_args_parser
 
 import verifiers_rl
 import verifiers_rl.sft
@@ -374,10 +376,9 @@ def check_command(words, page):
             else:
                 said = help_of(program, *(word for word in rest[:1] if word in COMMANDS))
                 assert re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", said), (option, words)
-    elif words[:2] == ["accelerate", "launch"]:
-        from accelerate.commands.launch import launch_command_parser
-
-        known = launch_command_parser()._option_string_actions
+    elif program == "torchrun" or words[:2] == ["accelerate", "launch"]:
+        parser = launch_command_parser() if program == "accelerate" else get_args_parser()
+        known = parser._option_string_actions
         script = next(i for i, word in enumerate(rest) if word.endswith(".py") or word == "-m")
         assert {word for word in rest[:script] if word.startswith("--")} <= {*known}, words
         if "--config_file" in rest:
