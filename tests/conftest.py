@@ -23,8 +23,15 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from tests.helpers import EXAMPLE_MODULE, ROOT
-from verifiers_rl import Orchestrator, RLConfig
+from tests.helpers import (
+    EXAMPLE_MODULE,
+    ROOT,
+    StubSink,
+    StubSource,
+    load_example,
+    make_tiny_model,
+)
+from verifiers_rl import Orchestrator, RLConfig, RLTrainer
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
 
 # A shell starts commands in the background with Ctrl-C ignored, and a process passes that on.
@@ -155,6 +162,41 @@ def processes_of(folder):
         except OSError:
             pass  # it ended meanwhile, or is not ours
     return found
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return load_example("warm_start").make_tokenizer()
+
+
+@pytest.fixture
+def make_trainer(tokenizer, tmp_path):
+    """Makes trainers of a tiny model, with stand-ins for environment and server."""
+
+    def make(
+        model=None, source=None, sink=None, loss_fn=None, callbacks=(), peft_config=None,
+        kind=RLTrainer, **options,
+    ):  # fmt: skip
+        defaults = {
+            "output_dir": str(tmp_path / "run"),
+            "use_cpu": True,
+            "use_lora": False,
+            "batch_size": 8,
+            "rollouts_per_example": 4,
+            "micro_batch_size": 4,
+            "max_seq_len": 32,
+            "max_steps": 3,
+            "learning_rate": 1e-2,
+            "save_strategy": "no",
+            "disable_tqdm": True,
+        }
+        return kind(
+            model or make_tiny_model(), None, RLConfig(**{**defaults, **options}), tokenizer,
+            loss_fn, peft_config, orchestrator=source or StubSource(),
+            weight_sync=sink or StubSink(), callbacks=list(callbacks),
+        )  # fmt: skip
+
+    return make
 
 
 @pytest.fixture

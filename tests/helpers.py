@@ -11,7 +11,7 @@ import random
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import ModuleType
@@ -31,6 +31,7 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    TrainerCallback,
 )
 
 from verifiers_rl.cli.config import EnvTable
@@ -539,12 +540,14 @@ class StubSource:
     Records what was asked.
     """
 
-    def __init__(self, batch_size: int = 8) -> None:
+    def __init__(
+        self, batch_size: int = 8, reward_of: Callable[[int], float] = lambda version: 0.5
+    ) -> None:
         self.batch_size = batch_size
+        self.reward_of = reward_of  # an evaluation's, from its policy version
         self.submitted: list[tuple[int, str, int]] = []
         self.calls: list[str] = []
         self.running = False
-        self.eval_metrics = {"reward": 0.5}
         self.pending: list[tuple[int, int]] = []  # step, policy version
         self.evaluates: int | None = None  # policy version
 
@@ -587,9 +590,9 @@ class StubSource:
 
     def end_evaluation(self) -> dict[str, float]:
         assert self.evaluates is not None
-        self.calls.append(f"evaluated {self.evaluates}")
-        self.evaluates = None
-        return dict(self.eval_metrics)
+        version, self.evaluates = self.evaluates, None
+        self.calls.append(f"evaluated {version}")
+        return {"reward": self.reward_of(version)}
 
     def state_dict(self, step: int) -> dict[str, Any]:
         return {}
@@ -610,6 +613,7 @@ class StubSink:
     def __init__(self) -> None:
         self.policy_version: int | None = None
         self.pushed: list[int] = []
+        self.num_waits = 0
 
     def push(self, model: torch.nn.Module, policy_version: int) -> dict[str, float]:
         self.pushed.append(policy_version)
@@ -620,9 +624,37 @@ class StubSink:
 
     def wait_for_server(self) -> None:
         self.policy_version = None
+        self.num_waits += 1
 
     def close(self) -> None:
         self.policy_version = None
+
+
+def breaking(
+    part: Any, method: str, error: BaseException, calls: Container[int] = range(10**6)
+) -> Any:
+    """Return this part. Its method raises the error in the calls of these numbers, from 0."""
+    original, numbers = getattr(part, method), itertools.count()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if next(numbers) in calls:
+            raise error
+        return original(*args, **kwargs)
+
+    setattr(part, method, call)
+    return part
+
+
+def on(event: str, act: Callable[[Any], Any]) -> TrainerCallback:
+    """A callback that calls `act` with the trainer's state at this event."""
+    callback = TrainerCallback()
+    setattr(callback, event, lambda args, state, control, **rest: act(state))
+    return callback
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of the weights as they are now."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 @asynccontextmanager
