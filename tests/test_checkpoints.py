@@ -40,6 +40,10 @@ class KilledError(BaseException):
     """Stands for SIGKILL."""
 
 
+def die(*args):
+    raise KilledError
+
+
 @pytest.fixture
 def make_run(make_trainer):
     """Makes trainers of six steps, each of several microbatches."""
@@ -240,7 +244,7 @@ def test_a_kill_between_the_two_renames_of_a_checkpoint_that_is_replaced_leaves_
     new, old = folder / "_unfinished" / "checkpoint-1", folder / "checkpoint-1"
     shutil.copytree(old, new)
     with monkeypatch.context() as patch:
-        patch.setattr(disk.Path, "replace", lambda *args: exec("raise KilledError"))
+        patch.setattr(disk.Path, "replace", die)
         with pytest.raises(KilledError):
             disk.put_in_place(new, old)
     assert not old.exists()
@@ -428,10 +432,6 @@ def test_an_evaluation_that_decides_over_the_best_is_made_up_for(make_run, folde
     assert torch.equal(best["lm_head.weight"], trainer.model.lm_head.weight)
 
 
-def die(state):
-    raise KilledError
-
-
 def test_what_a_killed_run_had_logged_of_an_evaluation_is_logged_once(make_run, folder):
     """The checkpoint of step 2 is older than the end of the evaluation of step 2."""
     options = {"max_off_policy_steps": 1, **EVALUATED}
@@ -458,7 +458,7 @@ def test_a_run_that_is_killed_behind_its_last_step_is_finished_by_resuming(
         put = checkpoints.put_in_place
         monkeypatch.setattr(
             checkpoints, place,
-            lambda path, target: die(0) if target.suffix == ".safetensors" else put(path, target),
+            lambda path, target: die() if target.suffix == ".safetensors" else put(path, target),
         )  # fmt: skip
     with pytest.raises(KilledError):
         make_run(source=versioned(), sink=sink, callbacks=callbacks, **options).train()
@@ -495,11 +495,8 @@ def merged_by_hand(model):
 def test_the_final_model_is_saved_as_a_plain_one_too(make_run, tmp_path, folder, capfd, tied):
     start = make_tiny_model(tied)
     start.save_pretrained(tmp_path / "base")
-    options = {
-        "use_lora": True,
-        "lora_rank": 8,
-        "lora_modules_to_save": None if tied else ["lm_head"],
-    }
+    modules = None if tied else ["lm_head"]
+    options = {"use_lora": True, "lora_rank": 8, "lora_modules_to_save": modules}
     trainer = make_run(str(tmp_path / "base"), save_final="merged", max_steps=3, **options)
     trainer.train()
     model = AutoModelForCausalLM.from_pretrained(folder / "merged")
@@ -538,7 +535,7 @@ def test_a_merged_model_has_the_dtype_of_the_base_model_here(make_run, tmp_path,
 def test_a_model_that_cannot_be_merged_is_an_error_at_the_start(make_run):
     dora = LoraConfig(task_type="CAUSAL_LM", use_dora=True, target_modules=["q_proj"])
     for options in ({}, {"use_lora": True, "peft_config": dora}):
-        with pytest.raises(ConfigError, match="^save_final='merged': "):
+        with pytest.raises(ConfigError, match=r"^save_final='merged': "):
             make_run(save_final="merged", **options)
 
 
