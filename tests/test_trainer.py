@@ -81,7 +81,7 @@ CASES = list(
         WAYS,
         cycle(LOSS_OPTIONS),
         MASKS_IN_TURN,
-        cycle(["token", "sequence", "constant", "sequence", "token"]),
+        cycle(["sequence", "token", "constant", "token", "sequence"]),
         cycle(["packed", "flat", "padded", "packed"]),
         cycle([make_tiny_llama, make_tiny_model]),
         strict=False,
