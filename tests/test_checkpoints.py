@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers import StubSink, StubSource, breaking, make_tiny_model, on, weights_of
 from tests.test_rollouts import read as read_rollouts
-from verifiers_rl import RLConfig, RLTrainer, WeightedEnv, checkpoints
+from verifiers_rl import RLTrainer, WeightedEnv, checkpoints
 from verifiers_rl.checkpoints import environment_names
 from verifiers_rl.config import ConfigError
 from verifiers_rl.inference.client import InferenceClient, ServerLostError
@@ -601,8 +601,3 @@ def test_environments_are_named_by_their_ids_where_they_have_one():
     assert environment_names(env) == environment_names("fix_it") == ["fix_it"]
     assert environment_names(MyTaskset()) == ["MyTaskset"] and environment_names(None) == []
     assert environment_names([WeightedEnv(env, "a"), WeightedEnv(env, "b")]) == ["a", "b"]
-
-
-def test_the_hub_gets_no_checkpoints():
-    with pytest.raises(ConfigError, match="hub_strategy='checkpoint' has no effect in RLTrainer"):
-        RLConfig(push_to_hub=True, hub_strategy="checkpoint")
