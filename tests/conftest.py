@@ -26,10 +26,12 @@ from filelock import FileLock
 from tests.helpers import (
     EXAMPLE_MODULE,
     ROOT,
+    StubRunner,
     StubSink,
     StubSource,
     load_example,
     make_tiny_model,
+    stub_servers,
 )
 from verifiers_rl import Orchestrator, RLConfig, RLTrainer
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
@@ -196,6 +198,21 @@ def make_trainer(tokenizer, tmp_path):
             weight_sync=sink or StubSink(), callbacks=list(callbacks),
         )  # fmt: skip
 
+    return make
+
+
+@pytest.fixture
+def make_whole(tokenizer, tmp_path, monkeypatch):
+    """Makes trainers with their own parts, except stand-ins for the servers and the rollouts."""
+    runner, servers = StubRunner(), stub_servers(monkeypatch)
+    monkeypatch.setattr("verifiers_rl.wiring.make_runner", lambda *args: runner)
+
+    def make(kind=RLTrainer, env="env", parts=None, **options):
+        options |= {"output_dir": str(tmp_path / "run"), "use_cpu": True, "disable_tqdm": True}
+        args = RLConfig(**options, overwrite_output_dir=True, save_strategy="no")
+        return kind(make_tiny_model(), env, args, tokenizer, **parts or {})
+
+    make.runner, make.servers = runner, servers
     return make
 
 

@@ -51,8 +51,7 @@ def test_a_chat_of_each_family_has_thoughts_and_tools(checkpoint):
     tools = [{"type": "function", "function": {"name": "add"}}]
     text = tokenizer.apply_chat_template(chat, tools=tools, tokenize=False)
     assert '<tool_call>{"name": "add"' in text and "Tools: " in text and "two<|end|>" in text
-    thinks = "enable_thinking" in FAMILIES[name].template
-    assert ("<think>easy</think>2" in text) == thinks
+    assert ("<think>easy</think>2" in text) == FAMILIES[name].thinks
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert tokenizer.decode(ids) == text and tokenizer.eos_token_id == 257
 

@@ -22,7 +22,7 @@ class OneBatch(StubSource):
 
 
 def step_values(trainer):
-    """What the trainer's values are after one step: logprobs, entropies and masks of each sample."""
+    """What the trainer's values are after one step: logprobs, entropies, masks of each sample."""
     trainer.orchestrator.start()
     trainer.state.max_steps = 1
     trainer.training_step(trainer.model, {})

@@ -33,7 +33,6 @@ from tests.helpers import (
     make_tiny_model,
     make_tiny_moe,
     on,
-    stub_servers,
     weights_of,
 )
 from tests.reference import (
@@ -46,7 +45,7 @@ from tests.reference import (
     switch_checkpointing_on,
     with_logprobs_near,
 )
-from verifiers_rl import LossOutputs, RLConfig, RLTrainer, cispo, forward, logprobs
+from verifiers_rl import LossOutputs, RLConfig, cispo, forward, logprobs
 from verifiers_rl.config import ConfigError
 from verifiers_rl.data import example_index
 from verifiers_rl.inference.client import InferenceServerError, ServerLostError
@@ -362,22 +361,6 @@ def test_tokens_that_no_policy_sampled_have_ratio_one(make_trainer):
 # --- The parts of a trainer -----------------------------------------------------------------------
 
 
-@pytest.fixture
-def make_whole(tokenizer, tmp_path, monkeypatch):
-    """Makes trainers with their own parts, but for stand-ins of the servers and of the runner."""
-    runner = SimpleNamespace(weights=[1.0], scoring_timeout_s=0.0)
-    monkeypatch.setattr("verifiers_rl.wiring.make_runner", lambda *args: runner)
-    servers = stub_servers(monkeypatch)
-
-    def make(env="env", parts=None, **options):
-        options |= {"output_dir": str(tmp_path), "use_cpu": True, "overwrite_output_dir": True}
-        args = RLConfig(**options, save_strategy="no", disable_tqdm=True)
-        return RLTrainer(make_tiny_model(), env, args, tokenizer, **parts or {})
-
-    make.runner, make.servers = runner, servers
-    return make
-
-
 def test_options_reach_the_parts_that_talk_to_the_server(make_whole):
     # What each does is tested with its part; here, that it gets there.
     sizes = {"batch_size": 24, "rollouts_per_example": 6}
@@ -417,7 +400,7 @@ def test_each_part_can_be_replaced_beside_the_others(make_whole, monkeypatch):
     # The other way round: batches of one's own, and weights to the server.
     compared = []
     monkeypatch.setattr("verifiers_rl.wiring.check_agreement", lambda *args: compared.append(args))
-    trainer = make_whole(None, {"orchestrator": StubSource()}, max_steps=1)
+    trainer = make_whole(env=None, parts={"orchestrator": StubSource()}, max_steps=1)
     trainer.train()
     server = make_whole.servers[-1]
     assert server.policy_version == 1 and server.held == []
