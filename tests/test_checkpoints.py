@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers import StubSink, StubSource, breaking, make_tiny_model, on, weights_of
 from tests.test_rollouts import read as read_rollouts
-from verifiers_rl import RLTrainer, WeightedEnv, checkpoints
-from verifiers_rl.checkpoints import environment_names
+from verifiers_rl import RLTrainer, checkpoints
 from verifiers_rl.config import ConfigError
 from verifiers_rl.inference.client import InferenceClient, ServerLostError
 from verifiers_rl.process import disk
@@ -591,13 +590,3 @@ def test_the_hub_gets_the_model_and_its_card_and_no_rollouts(make_run, hub, tmp_
     assert is_our_card(folder / "README.md")
     assert trainer.push_to_hub(commit_message="again", blocking=True) == "the commit"
     assert hub.uploads[-1][1] == names and hub.uploads[-1][0]["commit_message"] == "again"
-
-
-def test_environments_are_named_by_their_ids_where_they_have_one():
-    class MyTaskset:
-        config = SimpleNamespace(id="")
-
-    env = SimpleNamespace(config=SimpleNamespace(taskset=SimpleNamespace(id="fix_it")))
-    assert environment_names(env) == environment_names("fix_it") == ["fix_it"]
-    assert environment_names(MyTaskset()) == ["MyTaskset"] and environment_names(None) == []
-    assert environment_names([WeightedEnv(env, "a"), WeightedEnv(env, "b")]) == ["a", "b"]

@@ -1,5 +1,6 @@
 import copy
 import inspect
+import json
 import typing
 from dataclasses import asdict, fields, replace
 from typing import Literal
@@ -216,8 +217,8 @@ def test_each_kind_of_field_is_among_those():
 
 
 def test_a_checker_and_a_reader_still_see_the_options_in_the_signature():
-    assert list(inspect.signature(RLConfig).parameters)[:1] == ["output_dir"]
-    assert "rollouts_per_example" in inspect.signature(RLConfig).parameters
+    first, *others = inspect.signature(RLConfig).parameters
+    assert first == "output_dir" and "rollouts_per_example" in others
 
 
 def test_the_best_model_is_the_one_with_the_highest_evaluated_reward():
@@ -267,17 +268,15 @@ def test_evaluations_sample_as_training_but_for_their_own_options():
 
 
 def test_stop_strings_and_template_variables_reach_every_request_that_should_have_them():
-    args = make(
-        stop="END", eval_sampling={"stop": []}, chat_template_kwargs='{"enable_thinking": false}'
-    )
+    thinks = {"enable_thinking": False}
+    args = make(stop="END", eval_sampling={"stop": []}, chat_template_kwargs=json.dumps(thinks))
     assert args.stop == ["END"] and args.sampling_args()["stop"] == ["END"]
     assert "stop" not in args.eval_sampling_args() and "stop" not in make().sampling_args()
     for sampling in (args.sampling_args(), args.eval_sampling_args()):
-        assert sampling["extra_body"]["chat_template_kwargs"] == {"enable_thinking": False}
+        assert sampling["extra_body"]["chat_template_kwargs"] == thinks
         assert "include_stop_str_in_output" not in sampling["extra_body"]
-    of_one = args.with_sampling({"stop": "##", "include_stop_str_in_output": True})
-    assert of_one.sampling_args()["stop"] == ["##"]
-    assert of_one.sampling_args()["extra_body"]["include_stop_str_in_output"] is True
+    own = args.with_sampling({"stop": "##", "include_stop_str_in_output": True}).sampling_args()
+    assert own["stop"] == ["##"] and own["extra_body"]["include_stop_str_in_output"] is True
     assert make(stop=["a"], eval_sampling={"stop": "b"}).eval_sampling_args()["stop"] == ["b"]
     with pytest.raises(ConfigError, match=r"max_token=9: cannot .* did you mean 'max_tokens'\?"):
         args.with_sampling({"max_token": 9})

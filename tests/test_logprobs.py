@@ -78,14 +78,6 @@ def test_impossible_tokens_give_a_finite_loss_and_gradients(name, overwrite):
     assert torch.isfinite(loss) and torch.isfinite(logits.grad).all()
 
 
-def test_a_derivative_of_the_gradient_is_an_error_not_a_wrong_value():
-    logits = torch.randn(5, 11, requires_grad=True)
-    logprobs, _ = token_logprobs_and_entropy(logits, torch.arange(5), 1.0)
-    (grad,) = torch.autograd.grad(logprobs.square().sum(), logits, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
-
-
 @pytest.mark.parametrize(
     ("last", "is_trained"),
     [(nn.Tanh(), True), (nn.Sigmoid(), False), (nn.Softmax(-1), True), (nn.ReLU(), False)],
@@ -108,26 +100,8 @@ def test_a_head_whose_backward_needs_its_logits_keeps_them(last, is_trained):
 
 
 def test_a_chunk_of_logits_takes_256_mb():
-    assert chunk_size_for(151_936) == 441 and 441 * 151_936 * 4 < 2**28
+    assert chunk_size_for(151_936) == 441 == 2**28 // (4 * 151_936)
     assert chunk_size_for(10**9) == 1
-
-
-def test_backward_begins_with_the_last_chunk_and_computes_only_the_others_again():
-    head, calls = nn.Linear(1, 5), []
-    hidden = torch.arange(6.0, requires_grad=True)
-
-    def recorded(rows):
-        calls.append(rows.flatten().tolist())
-        logits, first = head(rows), rows[0].item()
-        logits.register_hook(lambda _: calls.append(first))
-        return logits
-
-    targets = torch.zeros(6, dtype=torch.int64)
-    logprobs, _ = chunked_logprobs_and_entropy(hidden[:, None], recorded, targets, 1.0, 2)
-    assert calls == [[0, 1], [2, 3], [4, 5]]
-    calls.clear()
-    logprobs.sum().backward()
-    assert calls == [4, [2, 3], 2, [0, 1], 0]
 
 
 SMALL = {

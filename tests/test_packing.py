@@ -104,8 +104,7 @@ def test_thousands_of_long_samples_are_planned_at_once():
 
 def test_little_work_is_split_and_what_cannot_be_leaves_empty_microbatches():
     plan = plan_microbatches([4, 4, 4, 4], 1000, num_ranks=2)
-    assert [len(rank) for rank in plan] == [1, 1]
-    assert sorted(sum(map(len, rank[0])) for rank in plan) == [2, 2]
+    assert [[len(row) for row in rows] for rank in plan for rows in rank] == [[2], [2]]
     assert sorted(plan_microbatches([4], 1000, num_ranks=2)) == [[[]], [[[0]]]]
     assert plan_microbatches([], 1000, num_ranks=2) == [[[]], [[]]]
 
@@ -155,24 +154,22 @@ def test_samples_survive_the_way_to_another_rank():
     samples[0].token_ids[2] = 2**31 - 1
     samples[0].inference_logprobs[1] = -1.2345678901234567
     samples[1].inference_logprobs[2] = math.nan
-    copies = sent(samples)
-    assert [values_of(copy) for copy in copies[:1]] == [values_of(samples[0])]
-    np.testing.assert_equal(values_of(copies[1]), values_of(samples[1]))  # NaN equals NaN here
-    assert all(
-        getattr(copy, name).dtype == dtype
-        for copy in copies
-        for name, dtype in Sample.DTYPES.items()
-    )
+    for sample, copy in zip(samples, sent(samples), strict=True):
+        np.testing.assert_equal(values_of(copy), values_of(sample))  # NaN equals NaN here
+        for name, dtype in Sample.DTYPES.items():
+            assert getattr(copy, name).dtype == dtype
     assert sent([]) == []
 
 
 def test_columns_of_samples_are_as_wide_as_the_widest_and_keep_what_is_there():
-    samples = [make_sample(2), make_sample(3), make_sample(2)]
+    samples, wide = [make_sample(2), make_sample(3), make_sample(2)], [[3, 4], [5, 6], [7, 8]]
     samples[0].extras = {"a": np.array([[1], [2]], np.int16), "b": np.array([0.5, 0.25])}
-    samples[1].extras = {"a": np.array([[3, 4], [5, 6], [7, 8]], np.int16)}
-    first, second, third = sent(samples)
-    assert first.extras["a"].tolist() == [[1, -1], [2, -1]]
-    assert second.extras["a"].tolist() == [[3, 4], [5, 6], [7, 8]]
-    assert third.extras["a"].tolist() == [[-1, -1], [-1, -1]]
-    assert first.extras["b"].tolist() == [0.5, 0.25] and np.isnan(third.extras["b"]).all()
-    assert first.extras["a"].dtype == np.int16 and first.extras["b"].dtype == np.float64
+    samples[1].extras = {"a": np.array(wide, np.int16)}
+    copies = sent(samples)
+    columns = [copy.extras["a"] for copy in copies]
+    nothing = [[-1, -1]] * 2
+    assert [column.tolist() for column in columns] == [[[1, -1], [2, -1]], wide, nothing]
+    assert {column.dtype for column in columns} == {np.dtype(np.int16)}
+    numbers = [copy.extras["b"] for copy in copies]
+    assert numbers[0].tolist() == [0.5, 0.25] and np.isnan(numbers[2]).all()
+    assert numbers[0].dtype == np.float64

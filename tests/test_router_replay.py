@@ -51,22 +51,19 @@ def make(name):
 
 def chosen_by(model, ids):
     """(B, T, layers, top_k), as a server returns them: 0 for layers without experts."""
-    found = {}
+    found, hooks = {}, []
+    for layer, router in routers_of(model):
 
-    def record(at):
-        def keep(router, inputs, outputs):
-            (found[at],) = (o for o in outputs if not o.is_floating_point())
+        def keep(router, inputs, outputs, layer=layer):
+            (found[layer],) = (o for o in outputs if not o.is_floating_point())
 
-        return keep
-
-    hooks = [router.register_forward_hook(record(layer)) for layer, router in routers_of(model)]
+        hooks.append(router.register_forward_hook(keep))
     model(input_ids=ids)
     for hook in hooks:
         hook.remove()
-    shape = next(iter(found.values())).shape[-1]
-    nothing = torch.zeros(ids.numel(), shape, dtype=torch.int64)
+    nothing = torch.zeros_like(found[layer])
     layers = [found.get(i, nothing) for i in range(model.config.num_hidden_layers)]
-    return torch.stack(layers, 1).reshape(*ids.shape, len(layers), shape)
+    return torch.stack(layers, 1).unflatten(0, ids.shape)
 
 
 def perturbed(model):
@@ -145,18 +142,18 @@ def test_experts_stand_in_rows_with_shared_prefixes_where_their_tokens_do():
         zeros = np.zeros(len(tokens))
         return Sample(tokens, zeros, zeros, zeros, extras={ROUTED_EXPERTS: experts})
 
+    def first_experts(samples, *rows):
+        microbatch = collate(samples, rows, [1.0] * len(samples), 0, num_shared=[0, 2, 0])
+        return microbatch.extras and microbatch.extras[ROUTED_EXPERTS][..., 0, 0].tolist()
+
     plain = Sample([8, 9], [0, 1], [0, -1], [-1, 0])
     samples = sent([make_sample([1, 2, 3, 4], 0), make_sample([1, 2, 5], 100), plain])
-    microbatch = collate(samples, [[0, 1], [2]], [1.0] * 3, 0, num_shared=[0, 2, 0])
-    experts = microbatch.extras[ROUTED_EXPERTS]
-    assert experts[0].flatten(1).tolist() == [*np.arange(16).reshape(4, 4).tolist(),
-                                              [108, 109, 110, 111]]  # fmt: skip
-    assert (experts[1] == -1).all() and not collate([plain], [[0]], [1.0], 0).extras
+    assert first_experts(samples, [0, 1], [2]) == [[0, 4, 8, 12, 108], [-1] * 5]
+    assert not first_experts([plain], [0])
     # The last token of a reply has none, but a longer sample goes on behind it.
     short, long = make_sample([1, 2], 0), make_sample([1, 2, 3], 100)
     short.extras[ROUTED_EXPERTS][-1] = -1
-    microbatch = collate([short, long], [[0, 1]], [1.0] * 2, 0, num_shared=[0, 2])
-    assert microbatch.extras[ROUTED_EXPERTS][0, :, 0, 0].tolist() == [0, 104, 108]
+    assert first_experts([short, long], [0, 1]) == [[0, 104, 108]]
     with pytest.raises(ValueError, match=r"extras\['routed_experts'\] of shape \(1, 2, 2\) for 2"):
         Sample([8, 9], [0, 1], [0, -1], [-1, 0], extras={ROUTED_EXPERTS: np.zeros((1, 2, 2))})
 
@@ -181,8 +178,8 @@ def test_experts_of_a_reply_come_as_a_file_of_numpy_and_no_other_object():
         unpack_experts(packed(np.array([{}], object)))
 
 
-def test_what_cannot_replay_is_refused_at_the_start(tmp_path):
-    args = RLConfig(output_dir=str(tmp_path), use_cpu=True, router_replay=True)
+def test_what_cannot_replay_is_refused_at_the_start():
+    args = RLConfig(use_cpu=True, router_replay=True)
     assert args.sampling_args()["extra_body"]["routed_experts"] is True
     assert "routed_experts" not in args.eval_sampling_args()["extra_body"]
     with pytest.raises(ConfigError, match="router_replay=True: Qwen3ForCausalLM has no router"):
