@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import random
+import subprocess
 import sys
 import tempfile
 import threading
@@ -655,6 +656,24 @@ def on(event: str, act: Callable[[Any], Any]) -> TrainerCallback:
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """A copy of the weights as they are now."""
     return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def run_script(folder: Path, text: str, *words: str, launcher: Sequence[str] = TWO_RANKS) -> str:
+    """Run this Python script with these words, here or by a launcher. Return what it said on
+    stderr.
+    """
+    (script := folder / "script.py").write_text(text)
+    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    environment = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *launcher, str(script), *words],
+        cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-5000:]
+    return done.stderr
 
 
 @asynccontextmanager

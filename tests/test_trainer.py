@@ -53,7 +53,7 @@ from verifiers_rl.losses import MASKS, LossInputs, needs
 from verifiers_rl.packing import ModelSupport, collate
 from verifiers_rl.report.means import batch_metrics
 from verifiers_rl.report.metrics import ShortProgress, TokenMeans, model_flops
-from verifiers_rl.report.run_folder import RunFolderError, metrics_file, read_metrics
+from verifiers_rl.report.run_folder import metrics_file, read_metrics
 from verifiers_rl.sync.sources import what_to_send
 from verifiers_rl.types import Batch, Rollout
 
@@ -535,32 +535,6 @@ def test_the_server_ends_with_the_best_weights_where_these_are_loaded(make_train
     saved = load_file(best / "model.safetensors")
     assert_close(trainer.weight_sync.weights, saved, rtol=0, atol=0)
     assert_close(weights_of(trainer.model), saved, rtol=0, atol=0)
-
-
-def test_a_mismatch_of_the_first_step_is_told_whatever_is_logged_together(make_trainer, caplog):
-    class OfAnotherModel(StubSource):
-        def get(self):
-            batch = super().get()
-            for sample in batch.samples:
-                sample.inference_logprobs -= 1.0
-            return batch
-
-    make_trainer(source=OfAnotherModel(), logging_steps=3).train()
-    assert caplog.text.count("in the first step") == 1
-
-
-def test_a_used_folder_is_refused_unless_it_is_overwritten_or_resumed(make_trainer):
-    options = {"save_strategy": "steps", "save_steps": 1}
-    make_trainer(max_steps=2, **options).train()
-    with pytest.raises(RunFolderError, match=r"holds a run already .*overwrite_output_dir=True"):
-        make_trainer(max_steps=1, **options).train()
-    with pytest.raises(RunFolderError, match="already at step 2 of 2: raise max_steps"):
-        make_trainer(max_steps=2, **options).train(resume_from_checkpoint=True)
-    trainer = make_trainer(max_steps=3, **options)
-    trainer.train(resume_from_checkpoint=True)
-    assert trainer.orchestrator.submitted[0][0] == 2 and "checkpoint-3" in checkpoints_of(trainer)
-    make_trainer(max_steps=1, overwrite_output_dir=True, **options).train()
-    assert checkpoints_of(trainer) == ["checkpoint-1"]
 
 
 def test_a_custom_loss_reads_the_extras_of_samples_and_logs_metrics(make_trainer):
