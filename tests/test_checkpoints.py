@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.family_steps import loads_as_saved
 from tests.helpers import StubSink, StubSource, breaking, make_tiny_model, on, weights_of
 from tests.test_rollouts import read as read_rollouts
 from verifiers_rl import RLTrainer, checkpoints
@@ -217,20 +218,17 @@ def test_a_save_that_is_broken_off_leaves_whole_checkpoints_only(
     owner = trainer if place == "_save_rng_state" else checkpoints
     original = getattr(owner, place)
 
-    def die(*args, **kwargs):
-        if trainer.state.global_step == 2:
-            raise KilledError
-        return original(*args, **kwargs)
+    def kill_in_step_2(*args, **kwargs):
+        return die() if trainer.state.global_step == 2 else original(*args, **kwargs)
 
-    monkeypatch.setattr(owner, place, die)
-    with pytest.raises(KilledError):
+    with monkeypatch.context() as patch, pytest.raises(KilledError):
+        patch.setattr(owner, place, kill_in_step_2)
         trainer.train()
-    monkeypatch.undo()
     whole = ["checkpoint-1", "checkpoint-2"] if place == "remove_folder" else ["checkpoint-1"]
     assert names_of(folder) == whole
-    first, *others = [names_of(folder / name, "*") for name in whole]
-    assert {"trainer_state.json", "optimizer.pt"} <= {*first}
-    assert all(other == first for other in others)
+    contents = [names_of(folder / name, "*") for name in whole]
+    assert {"trainer_state.json", "optimizer.pt"} <= {*contents[0]}
+    assert contents[0] == contents[-1]
     resume(make_run, **options)
     assert names_of(folder) == ["checkpoint-3"]
     assert names_of(folder, "_*") in ([], ["_unfinished"]) and steps_of(folder) == [1, 2, 3, 3]
@@ -320,17 +318,16 @@ def test_the_orchestrators_state_and_a_part_of_ones_own_are_kept_in_checkpoints(
         def load_state_dict(self, state):
             self.loaded = state
 
-    sources, own = [Part() for _ in range(3)], Part()
-    make_run(source=sources[0], max_steps=1, save_steps=1).train()
-    trainer = make_run(source=sources[1], max_steps=2, save_steps=1)
-    trainer.checkpoints.kept["own"] = own  # of which the checkpoint knows nothing
-    trainer.train(resume_from_checkpoint=True)
-    trainer = make_run(source=sources[2], max_steps=3, save_steps=1)
-    trainer.checkpoints.kept["own"] = own
-    trainer.train(resume_from_checkpoint=True)
-    loaded = [source.loaded for source in sources]
-    assert loaded == [None, {"untrained": [1, 7]}, {"untrained": [2, 7]}]
-    assert own.loaded == {"untrained": [2, 7]}
+    def run(max_steps, **own):
+        trainer = make_run(source=Part(), max_steps=max_steps, save_steps=1)
+        trainer.checkpoints.kept |= own
+        trainer.train(resume_from_checkpoint=max_steps > 1)
+        return trainer.orchestrator.loaded
+
+    own = Part()
+    assert run(1) is None
+    assert run(2, own=own) == {"untrained": [1, 7]} and own.loaded is None  # saved with the next
+    assert run(3, own=own) == own.loaded == {"untrained": [2, 7]}
     resume(make_run, max_steps=4)  # with an orchestrator that keeps nothing
 
 
@@ -492,34 +489,30 @@ def merged_by_hand(model):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_final_model_is_saved_as_a_plain_one_too(make_run, tmp_path, folder, capfd, tied):
-    start = make_tiny_model(tied)
-    start.save_pretrained(tmp_path / "base")
+    base = str(tmp_path / "base")
+    make_tiny_model(tied).save_pretrained(base)
     modules = None if tied else ["lm_head"]
     options = {"use_lora": True, "lora_rank": 8, "lora_modules_to_save": modules}
-    trainer = make_run(str(tmp_path / "base"), save_final="merged", max_steps=3, **options)
+    trainer = make_run(base, save_final="merged", max_steps=3, **options)
     trainer.train()
-    model = AutoModelForCausalLM.from_pretrained(folder / "merged")
-    given = {name: weight.double() for name, weight in weights_of(model).items()}
-    expected = merged_by_hand(trainer.model)
-    assert_close(given, expected, rtol=1e-6, atol=1e-7)
-    assert any((expected[n] - p).abs().max() > 1e-3 for n, p in weights_of(start).items())
-    ids = torch.arange(5)[None]
-    theirs, ours = model(input_ids=ids).logits, trainer.model.eval()(input_ids=ids).logits
-    assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
-    assert AutoTokenizer.from_pretrained(folder / "merged").vocab_size
-    assert model.config.architectures == ["Qwen3ForCausalLM"]
-    assert (folder / "adapter_model.safetensors").is_file()
     lines = capfd.readouterr().out.strip().splitlines()
     assert lines[-2:] == [f"adapter: {folder}", f"merged: {folder}/merged"]
+    assert loads_as_saved(trainer, base, folder) < 2e-5
+    model = AutoModelForCausalLM.from_pretrained(folder / "merged")
+    given = {name: weight.double() for name, weight in weights_of(model).items()}
+    assert_close(given, merged_by_hand(trainer.model), rtol=1e-6, atol=1e-7)
+    start = weights_of(make_tiny_model(tied))
+    assert max((given[name] - start[name]).abs().max() for name in start) > 1e-3
+    assert AutoTokenizer.from_pretrained(folder / "merged").vocab_size
+    assert model.config.architectures == ["Qwen3ForCausalLM"]
     card = (folder / "README.md").read_text()
-    assert f"`{tmp_path}/base`" in card and "- 3 steps" in card and "- reward: " in card
+    assert f"`{base}`" in card and "- 3 steps" in card and "- reward: " in card
     data = ModelCard(card).data.to_dict()  # a local folder is no model of the hub
     assert data["library_name"] == "peft" and "base_model" not in data
     assert (folder / "merged" / "README.md").read_text() == card
     assert not list((folder / "_unfinished").glob("*"))
     # More steps without it: an old one would be served.
-    trainer = make_run(str(tmp_path / "base"), max_steps=4, **options)
-    trainer.train(resume_from_checkpoint=True)
+    make_run(base, max_steps=4, **options).train(resume_from_checkpoint=True)
     assert not (folder / "merged").exists() and "merged" not in closing_lines(folder)[-1]
 
 

@@ -1,9 +1,7 @@
 import copy
 import inspect
 import json
-import typing
 from dataclasses import asdict, fields, replace
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -171,31 +169,22 @@ def parse(*words):
     return args
 
 
-# Of each declared type one field, words for it, and what RLConfig makes of them.
+# What RLConfig makes of words on a command line, of each kind of field.
 OF_A_COMMAND_LINE = [
     ("shuffle", ["false"], False),
     ("overwrite_output_dir", [], True),  # the option alone
     ("gradient_checkpointing", ["true"], True),
-    ("max_steps", ["7"], 7),
-    ("lora_dropout", ["0.1"], 0.1),
     ("max_tokens", ["9"], 9),
-    ("eval_sampling", ['{"temperature": 0}'], {"temperature": 0}),
+    ("lora_dropout", ["0.1"], 0.1),
     ("output_dir", ["a b"], "a b"),
-    ("weight_sync_backend", ["http"], "http"),
-    ("lr_scheduler_type", ["cosine"], "cosine"),
-    ("report_to", ["none"], []),
+    ("eval_sampling", ['{"temperature": 0}'], {"temperature": 0}),
     ("report_to", ["tensorboard", "wandb"], ["tensorboard", "wandb"]),
     ("lora_target_modules", ["q_proj", "v_proj"], ["q_proj", "v_proj"]),
     ("lora_target_modules", ["all-linear"], "all-linear"),
-    ("lora_modules_to_save", ["lm_head"], ["lm_head"]),
     ("stop", ["</answer>", "a b"], ["</answer>", "a b"]),
-    ("loss_args", ['{"eps_high": 3.0}'], {"eps_high": 3.0}),
-    ("share_prefixes", ["false"], False),
     ("gradient_masks", ["{}"], {}),
-    ("gradient_masks", ['{"dppo": {"max_divergence": 0.1}}'], {"dppo": {"max_divergence": 0.1}}),
     ("env_workers", ["3"], 3),
     ("env_workers", ["auto"], "auto"),
-    ("logging_steps", ["2"], 2),
 ]
 
 
@@ -204,16 +193,6 @@ def test_a_command_line_of_transformers_fills_each_kind_of_field(name, words, va
     found = getattr(parse(f"--{name}", *words), name)
     assert found == value and isinstance(found, type(value))
     assert getattr(make(**{name: value}), name) == found  # as in a script
-
-
-def test_each_kind_of_field_is_among_those():
-    declared = typing.get_type_hints(RLConfig)
-    inherited = {f.name for f in fields(TrainingArguments)}
-    own = {name: kind for name, kind in declared.items() if name not in inherited}
-    tried = {str(declared[name]) for name, _, _ in OF_A_COMMAND_LINE}
-    tried.add(str(declared["kl_target"]))  # which needs kl_beta
-    # Each Literal is a kind of its own, and all are parsed alike.
-    assert {str(kind) for kind in own.values() if typing.get_origin(kind) is not Literal} <= tried
 
 
 def test_a_checker_and_a_reader_still_see_the_options_in_the_signature():
