@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from torch._dynamo.utils import counters
+from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -206,18 +207,16 @@ def sequences_by_hand(module, query, key, value, mask, scaling=None, **lengths):
     """What flash attention computes for sequences of these lengths: each query of a sequence sees
     the keys up to its own place from the end.
     """
-    outputs = []
-    heads = query.shape[1] // key.shape[1]
     borders = [lengths[f"cu_seq_lens_{x}"].tolist() for x in "qk"]
     longest = [max(np.diff(border)) for border in borders]
     assert longest == [lengths[f"max_length_{x}"] for x in "qk"] and mask is None
-    for q0, q1, k0, k1 in zip(borders[0], borders[0][1:], borders[1], borders[1][1:], strict=False):
-        q = query[0, :, q0:q1]
-        k, v = (x[0, :, k0:k1].repeat_interleave(heads, 0) for x in (key, value))
-        scores = q @ k.transpose(1, 2) * scaling
-        hidden = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool).tril((k1 - k0) - (q1 - q0))
-        outputs.append(scores.masked_fill(~hidden, -torch.inf).softmax(-1) @ v)
-    return torch.cat(outputs, 1).transpose(0, 1)[None], None
+    outputs = []
+    for (q0, q1), (k0, k1) in zip(*map(itertools.pairwise, borders), strict=True):
+        num_q, num_k = q1 - q0, k1 - k0
+        sees = torch.ones(num_q, num_k, dtype=torch.bool).tril(num_k - num_q)
+        parts = query[:, :, q0:q1], key[:, :, k0:k1], value[:, :, k0:k1], sees
+        outputs.append(scaled_dot_product_attention(*parts, scale=scaling, enable_gqa=True))
+    return torch.cat(outputs, 2).transpose(1, 2), None
 
 
 @torch.no_grad()

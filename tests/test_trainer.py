@@ -509,25 +509,6 @@ def test_seconds_of_a_step_are_without_a_blocking_evaluation_and_those_of_waitin
     assert logged(trainer, "step_s") == ([5.0, 2.0, 2.0, 2.0], [3.5, 2.0])[logging_steps - 1]
 
 
-def test_the_server_ends_with_the_best_weights_where_these_are_loaded(make_trainer):
-    class Remembering(StubSink):
-        def push(self, model, *args):
-            self.weights = weights_of(model)
-            return super().push(model, *args)
-
-    steps = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    trainer = make_trainer(
-        source=StubSource(reward_of=lambda version: 0.9 if version == 1 else 0.1),
-        sink=Remembering(), load_best_model_at_end=True, **steps,
-    )  # fmt: skip
-    trainer.train()
-    best = Path(trainer.state.best_model_checkpoint)
-    assert best.name == "checkpoint-1"
-    saved = load_file(best / "model.safetensors")
-    assert_close(trainer.weight_sync.weights, saved, rtol=0, atol=0)
-    assert_close(weights_of(trainer.model), saved, rtol=0, atol=0)
-
-
 def test_a_custom_loss_reads_the_extras_of_samples_and_logs_metrics(make_trainer):
     calls = []
 
