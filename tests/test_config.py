@@ -101,7 +101,6 @@ WRONG = [
     {"optim": "adalomo"},
     {"optim": OptimizerNames.APOLLO_ADAMW_LAYERWISE},
     {"loss_args": "eps_low"},
-    {"loss_args": "[" * 9999},
     {"loss_args": 0.2},
     {"loss": "reinforce", "loss_args": {"eps_high": 1}},
     {"loss": "ppo", "loss_args": {"eps_low": 1.5}},
@@ -197,6 +196,11 @@ def test_the_best_model_is_the_one_with_the_highest_evaluated_reward():
     assert (args.metric_for_best_model, args.greater_is_better) == ("reward", True)
     assert make(save_strategy="best", eval_strategy="steps").metric_for_best_model == "reward"
     assert make().metric_for_best_model is None
+
+
+def test_a_table_of_a_command_line_that_is_too_deep_is_an_error():
+    with pytest.raises(ConfigError, match="not valid JSON: maximum recursion depth"):
+        make(loss_args="[" * 9999)
 
 
 def test_deepspeed_that_is_not_installed_is_one_clear_error(monkeypatch):

@@ -91,7 +91,6 @@ CASES = list(
 @pytest.mark.parametrize(
     ("way", "loss", "masks", "normalization", "layout", "make_model"),
     CASES,
-    ids=lambda value: None if isinstance(value, tuple) else str(value),
 )
 def test_the_step_equals_a_float64_reference(
     make_trainer, monkeypatch, way, loss, masks, normalization, layout, make_model
