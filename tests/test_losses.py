@@ -166,17 +166,13 @@ SEQUENCES = [0.2, 0.05, 0.12, 0.12, 0.12], [0.1] * 5, [1.0] * 5, [0, 0, 1, 1, 1]
     ("name", "bounds", "inputs", "marked"),
     [
         ("ratio", (0.5, 5.0), TOKENS, [2, 3]),
-        ("ratio", (0.99, 1.5), TOKENS, [0, 1, 2, 3, 4]),
         ("ppo", (0.2, 0.28), TOKENS, [0, 2, 3]),
-        ("ppo", (0.8, 1.5), TOKENS, [2]),
         ("ipo", (0.2,), TOKENS, [0, 1, 3]),
         ("dppo", (0.2,), TOKENS, [0, 3]),
         ("dppo", (0.06,), TOKENS, [0, 2, 3]),
         ("sequence_mean", (0.9, 1.1), SEQUENCES, [2, 3, 4]),
-        ("sequence_mean", (0.9, 1.3), SEQUENCES, []),
         ("sequence_mean", (1.1, 1.8), SEQUENCES, [0, 1]),
         ("sequence_product", (0.9, 1.3), SEQUENCES, [2, 3, 4]),
-        ("sequence_product", (0.9, 1.8), SEQUENCES, []),
         ("sequence_product", (1.1, 1.8), SEQUENCES, [0, 1]),
     ],
 )

@@ -379,13 +379,13 @@ def test_a_microbatch_goes_to_the_device_with_all_its_columns():
     own = microbatch.targets.extras["of_a_fork"].tolist()
     assert own == [float(t) for s in samples for t in s.loss_mask.nonzero()[0]]
     copied = copy_to(microbatch, torch.device("meta"))
-    pairs = []
-    for here, there, names in (
-        (copied, microbatch, {"input_ids", "position_ids", "visible_until"}),
-        (copied.targets, microbatch.targets, {*Targets.__slots__} - {"extras"}),
-    ):
-        assert here.extras.keys() == there.extras.keys() != set()
-        pairs += [(here.extras[name], there.extras[name]) for name in there.extras]
-        pairs += [(getattr(here, name), getattr(there, name)) for name in names]
-    for value, expected in pairs:
-        assert value.is_meta and (value.dtype, value.shape) == (expected.dtype, expected.shape)
+
+    def tensors_of(part, names):
+        return {name: getattr(part, name) for name in names} | part.extras
+
+    own, of_targets = ["input_ids", "position_ids", "visible_until"], {*Targets.__slots__}
+    for part, names in (("", own), ("targets", of_targets - {"extras"})):
+        here, there = (getattr(of, part) if part else of for of in (copied, microbatch))
+        assert there.extras.keys()
+        expected = {n: tensor.to("meta") for n, tensor in tensors_of(there, names).items()}
+        assert_close(tensors_of(here, names), expected)

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import sent
 from verifiers_rl import RLConfig
 from verifiers_rl.inference.generation import TokenRequest
 from verifiers_rl.inference.packed_tokens import (
@@ -22,12 +21,6 @@ def column(mask):
     """(tokens, K), as a sample has it."""
     widest = max(map(len, mask))
     return np.array([[*ids, *[-1] * (widest - len(ids))] for ids in mask], np.int32)
-
-
-def masked_sample(*mask):
-    extras = {ALLOWED_TOKENS: column(mask)}
-    zeros = [0.0, -0.5, 0.0, -0.25]
-    return Sample([9, 2, 7, 3], [0, 1, 0, 1], zeros, [-1, 3, -1, 3], extras=extras)
 
 
 def float64_loop(logits, targets, allowed, weights, of_entropy):
@@ -73,14 +66,19 @@ def test_gradients_over_the_allowed_tokens_equal_a_float64_loop(chunk_size, head
 
 
 def test_a_microbatch_has_the_masks_of_its_loss_tokens_in_their_order():
-    plain = Sample([5, 6], [0, 1], [0, -1], [-1, 0])
-    masked = masked_sample((), (1, 2), (), (3, 1, 4))
-    samples = [masked, plain, masked_sample((), (2,), (), (3, 8))]
-    microbatch = collate(sent(samples), [[2, 1], [0]], [1.0] * 3, 0)
-    targets = microbatch.targets
-    assert targets.token_ids.tolist() == [2, 3, 6, 2, 3]
-    found = [[i for i in row if i >= 0] for row in targets.extras[ALLOWED_TOKENS].tolist()]
-    assert found == [[2], [3, 8], [], [1, 2], [3, 1, 4]]
+    def make_sample(token_ids, *mask):
+        zeros = [0] * len(token_ids)
+        extras = {ALLOWED_TOKENS: column(mask)} if mask else {}
+        return Sample(token_ids, [False, *zeros[1:]], zeros, zeros, extras=extras)
+
+    masked = make_sample([9, 2, 7, 3], (), (1, 2), (), (3, 1, 4))
+    masked.loss_mask[[1, 3]] = True
+    plain = make_sample([5, 6])
+    plain.loss_mask[1] = True
+    microbatch = collate([masked, plain], [[1, 0]], [1.0] * 2, 0)
+    assert microbatch.targets.token_ids.tolist() == [6, 2, 3]
+    found = microbatch.targets.extras[ALLOWED_TOKENS].tolist()
+    assert found == [[-1, -1, -1], [1, 2, -1], [3, 1, 4]]
     assert not microbatch.extras  # the model itself needs no mask
     Rollout(0, "", samples=[masked]).leave_out_of_loss()
     for sample in (plain, masked):
