@@ -275,7 +275,7 @@ def test_processes_on_a_cpu_that_know_nothing_of_each_other_are_refused(monkeypa
     ("options", "num_deadlines"),
     [
         ({}, 2 * 5 + 2),  # 512 rollouts and 64 of an evaluation, 128 at a time
-        ({"max_concurrent": None}, 2 * 2 + 2),
+        ({"max_concurrent": 512}, 2 * 2 + 2),
         ({"eval_rollouts_per_example": 4}, 2 * 6 + 2),
         ({"max_off_policy_steps": 2}, 2 * 9 + 3),
         ({"group_filter": {"min_reward": 0.1, "max_oversampling": 2.0}}, 2 * 9 + 2),

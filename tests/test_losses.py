@@ -282,6 +282,7 @@ def test_terms_are_added_and_say_together_what_they_need():
     total = add_terms(partial(cispo, eps_high=1.0), *terms)
     assert needs_of(total) == {"reference_logprobs", "entropy_gradient"}
     inputs = make_inputs([0.4], [0.4], [2.0], reference_logprobs=[0.2])
+    inputs.entropy.requires_grad_()
     outputs = total(inputs)
     expected = -2.0 * math.log(0.4) + 0.5 - 1 + math.log(2)
     assert outputs.loss.item() == pytest.approx(expected)

@@ -148,14 +148,16 @@ def make_sharing_trainer(make_trainer, make_model, attention, lora, checkpointin
 
 
 # The lists have different lengths, so that each meets many of the others.
-SHARED = zip(
-    [*LOSS_OPTIONS, "ppo", "cispo"],
-    cycle(["sdpa", "sdpa in calls", "eager"]),
-    cycle([make_tiny_model, make_tiny_llama, make_tiny_llama, make_tiny_model]),
-    cycle([False, True]),
-    cycle([(False, 10_000), (True, 7), (False, 1), (True, 10_000), (False, 7)]),
-    strict=False,
-)
+SHARED = [
+    *zip(
+        [*LOSS_OPTIONS, "ppo", "cispo"],
+        cycle(["sdpa", "sdpa in calls", "eager"]),
+        cycle([make_tiny_model, make_tiny_llama, make_tiny_llama, make_tiny_model]),
+        cycle([False, True]),
+        cycle([(False, 10_000), (True, 7), (False, 1), (True, 10_000), (False, 7)]),
+        strict=False,
+    )
+]
 
 
 @pytest.mark.parametrize(
@@ -343,7 +345,7 @@ def test_waiting_is_found():
 ROWS = cycle(["one sample a row", "several", "tree", "tree in calls"])
 
 
-@pytest.mark.parametrize(("loss", "rows"), zip(LOSS_OPTIONS, ROWS, strict=False))
+@pytest.mark.parametrize(("loss", "rows"), [*zip(LOSS_OPTIONS, ROWS, strict=False)])
 def test_forward_and_backward_of_a_microbatch_wait_for_nothing(
     make_trainer, monkeypatch, loss, rows
 ):

@@ -40,7 +40,7 @@ IN_FP8 = {"quantization_config": {"quant_method": "fp8"}}
             "online",
             True,
         ),
-        ({}, {"quantization": "awq", "enable_lora": True}, "awq", False),
+        ({}, {"quantization": "awq", "enable_lora": True}, "awq", True),
         # A checkpoint that is quantised keeps its flags.
         (IN_FP8, {"quantization": "fp8"}, "fp8", False),
         (IN_FP8, {"quantization": "fp8", "on_gpu": False}, "fp8", False),
