@@ -272,11 +272,12 @@ def test_what_ends_a_process_in_code_of_a_user_is_an_error_of_the_batch(make_orc
 
     orchestrator = make_orchestrator(StubRunner(), advantage_fn=leave)
     for error in (SystemExit(3), asyncio.CancelledError(), GeneratorExit(), KeyboardInterrupt()):
+        if orchestrator.advantage_fn is not leave:
+            orchestrator.env.outcome = lambda index, i, error=error: error
         with pytest.raises(ExitError, match=re.escape(f"the environment raised {error!r}")):
             one_step(orchestrator)
         orchestrator.discard()
         orchestrator.advantage_fn = of_rewards(center_on_group_mean)
-        orchestrator.env.outcome = lambda index, i, error=error: error
 
 
 def test_a_batch_can_be_given_up_while_it_is_generated(make_orchestrator):
