@@ -65,14 +65,14 @@ def test_arguments_of_another_trainer_are_refused(tmp_path):
 def test_variables_that_change_the_numbers_of_a_step_are_refused(
     monkeypatch, name, harmless, value, option
 ):
-    args = SimpleNamespace(bf16=False, tf32=None)
+    args = RLConfig(use_cpu=True)
     monkeypatch.setenv(name, harmless)
     check_variables(args)
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"{name}={value} in the environment.*; unset it"):
         RLTrainer("a/model", "an env", args)
     if option:
-        check_variables(SimpleNamespace(**{**vars(args), option: True}))
+        check_variables(SimpleNamespace(**{"bf16": False, "tf32": None, option: True}))
 
 
 # --- The result of a run as the model of the next -------------------------------------------------
