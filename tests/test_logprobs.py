@@ -99,6 +99,14 @@ def test_a_head_whose_backward_needs_its_logits_keeps_them(last, is_trained):
     assert_close(given, expected)
 
 
+def test_a_derivative_of_the_gradient_is_an_error_not_a_wrong_value():
+    logits = torch.randn(5, 11, requires_grad=True)
+    logprobs, _ = token_logprobs_and_entropy(logits, torch.arange(5), 1.0)
+    (grad,) = torch.autograd.grad(logprobs.square().sum(), logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
 def test_a_chunk_of_logits_takes_256_mb():
     assert chunk_size_for(151_936) == 441 == 2**28 // (4 * 151_936)
     assert chunk_size_for(10**9) == 1

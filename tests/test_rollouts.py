@@ -119,6 +119,22 @@ def test_short_steps_share_a_file_and_a_checkpoint_ends_it(tmp_path, monkeypatch
     assert [row["step"] for row in read(tmp_path)] == [*range(1, 8), 6, 7]
 
 
+def test_files_become_rarer_in_a_long_run(tmp_path, monkeypatch):
+    now, written = [0.0], []
+    monkeypatch.setattr(rollouts.time, "monotonic", lambda: now[0])
+    writer = RolloutWriter(tmp_path, 1)
+
+    def flush():
+        written.append(1)
+        writer._written_at = now[0]
+
+    monkeypatch.setattr(writer, "flush", flush)
+    for step in range(1, 10_000):
+        now[0] += 10.1
+        writer.append([], step)
+    assert 500 < len(written) < 2200  # of a run of 28 hours
+
+
 def test_a_resumed_run_keeps_the_files_up_to_its_checkpoint(tmp_path):
     write_rows(tmp_path, make_row(0, split="eval"), first=0)  # before the run
     write_rows(tmp_path, *(make_row(step) for step in (1, 2, 3, 4)))
