@@ -25,8 +25,17 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from tests.helpers import EXAMPLE_MODULE, ROOT
-from verifiers_rl import Orchestrator, RLConfig
+from tests.helpers import (
+    EXAMPLE_MODULE,
+    ROOT,
+    StubRunner,
+    StubSink,
+    StubSource,
+    load_example,
+    make_tiny_model,
+    stub_servers,
+)
+from verifiers_rl import Orchestrator, RLConfig, RLTrainer
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
 
 # A shell starts commands in the background with Ctrl-C ignored, and a process passes that on.
@@ -190,6 +199,56 @@ def processes_of(folder):
         except OSError:
             pass  # it ended meanwhile, or is not ours
     return found
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return load_example("warm_start").make_tokenizer()
+
+
+@pytest.fixture
+def make_trainer(tokenizer, tmp_path):
+    """Makes trainers of a tiny model, with stand-ins for environment and server."""
+
+    def make(
+        model=None, source=None, sink=None, loss_fn=None, callbacks=(), peft_config=None,
+        kind=RLTrainer, **options,
+    ):  # fmt: skip
+        defaults = {
+            "output_dir": str(tmp_path / "run"),
+            "use_cpu": True,
+            "use_lora": False,
+            "batch_size": 8,
+            "rollouts_per_example": 4,
+            "micro_batch_size": 4,
+            "max_seq_len": 32,
+            "max_steps": 3,
+            "learning_rate": 1e-2,
+            "save_strategy": "no",
+            "disable_tqdm": True,
+        }
+        return kind(
+            model or make_tiny_model(), None, RLConfig(**{**defaults, **options}), tokenizer,
+            loss_fn, peft_config, orchestrator=source or StubSource(),
+            weight_sync=sink or StubSink(), callbacks=list(callbacks),
+        )  # fmt: skip
+
+    return make
+
+
+@pytest.fixture
+def make_whole(tokenizer, tmp_path, monkeypatch):
+    """Makes trainers with their own parts, except stand-ins for the servers and the rollouts."""
+    runner, servers = StubRunner(), stub_servers(monkeypatch)
+    monkeypatch.setattr("verifiers_rl.wiring.make_runner", lambda *args: runner)
+
+    def make(kind=RLTrainer, env="env", parts=None, **options):
+        options |= {"output_dir": str(tmp_path / "run"), "use_cpu": True, "disable_tqdm": True}
+        args = RLConfig(**options, overwrite_output_dir=True, save_strategy="no")
+        return kind(make_tiny_model(), env, args, tokenizer, **parts or {})
+
+    make.runner, make.servers = runner, servers
+    return make
 
 
 @pytest.fixture

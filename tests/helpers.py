@@ -8,10 +8,11 @@ import itertools
 import json
 import os
 import random
+import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import ModuleType
@@ -31,6 +32,7 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    TrainerCallback,
 )
 
 from verifiers_rl.cli.config import EnvTable
@@ -539,12 +541,14 @@ class StubSource:
     Records what was asked.
     """
 
-    def __init__(self, batch_size: int = 8) -> None:
+    def __init__(
+        self, batch_size: int = 8, reward_of: Callable[[int], float] = lambda version: 0.5
+    ) -> None:
         self.batch_size = batch_size
+        self.reward_of = reward_of  # an evaluation's, from its policy version
         self.submitted: list[tuple[int, str, int]] = []
         self.calls: list[str] = []
         self.running = False
-        self.eval_metrics = {"reward": 0.5}
         self.pending: list[tuple[int, int]] = []  # step, policy version
         self.evaluates: int | None = None  # policy version
 
@@ -587,9 +591,9 @@ class StubSource:
 
     def end_evaluation(self) -> dict[str, float]:
         assert self.evaluates is not None
-        self.calls.append(f"evaluated {self.evaluates}")
-        self.evaluates = None
-        return dict(self.eval_metrics)
+        version, self.evaluates = self.evaluates, None
+        self.calls.append(f"evaluated {version}")
+        return {"reward": self.reward_of(version)}
 
     def state_dict(self, step: int) -> dict[str, Any]:
         return {}
@@ -610,6 +614,7 @@ class StubSink:
     def __init__(self) -> None:
         self.policy_version: int | None = None
         self.pushed: list[int] = []
+        self.num_waits = 0
 
     def push(self, model: torch.nn.Module, policy_version: int) -> dict[str, float]:
         self.pushed.append(policy_version)
@@ -620,9 +625,55 @@ class StubSink:
 
     def wait_for_server(self) -> None:
         self.policy_version = None
+        self.num_waits += 1
 
     def close(self) -> None:
         self.policy_version = None
+
+
+def breaking(
+    part: Any, method: str, error: BaseException, calls: Container[int] = range(10**6)
+) -> Any:
+    """Return this part. Its method raises the error in the calls of these numbers, from 0."""
+    original, numbers = getattr(part, method), itertools.count()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if next(numbers) in calls:
+            raise error
+        return original(*args, **kwargs)
+
+    setattr(part, method, call)
+    return part
+
+
+def on(event: str, act: Callable[[Any], Any]) -> TrainerCallback:
+    """A callback that calls `act` with the trainer's state at this event."""
+    callback = TrainerCallback()
+    setattr(callback, event, lambda args, state, control, **rest: act(state))
+    return callback
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of the weights as they are now."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def run_script(folder: Path, text: str, *words: str, launcher: Sequence[str] = TWO_RANKS) -> str:
+    """Run this Python script with these words, here or by a launcher. Return what it said on
+    stderr.
+    """
+    (script := folder / "script.py").write_text(text)
+    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    environment = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *launcher, str(script), *words],
+        cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-5000:]
+    return done.stderr
 
 
 @asynccontextmanager

@@ -1,12 +1,8 @@
 """What two ranks get of a batch: gloo, on the CPU."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.helpers import ROOT
+from tests.helpers import run_script
 
 SCRIPT = """
 import sys
@@ -97,12 +93,4 @@ let_gloo_threads_finish()
 
 @pytest.mark.slow
 def test_each_rank_gets_the_samples_of_its_own_plan_and_the_sizes_of_all(tmp_path):
-    (script := tmp_path / "ranks.py").write_text(SCRIPT)
-    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         str(script)],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_script(tmp_path, SCRIPT)

@@ -15,7 +15,6 @@ from transformers import TrainerCallback
 
 from tests.helpers import StubSource, make_samples
 from tests.test_rollouts import read as read_rollouts
-from tests.test_trainer import make_trainer, tokenizer  # noqa: F401 - fixtures
 from verifiers_rl.data import describe_error
 from verifiers_rl.envs.workers import WorkerError
 from verifiers_rl.process.terminal import print_all_characters
@@ -74,7 +73,7 @@ def counts(tmp_path):
 
 
 @pytest.fixture
-def make(make_trainer):  # noqa: F811
+def make(make_trainer):
     def make(source=None, **options):
         source = source or GroupSource()
         source.evaluated = PopLeft()
