@@ -47,6 +47,7 @@ from verifiers_rl.types import (
     columns_of,
     join_samples,
     split_samples,
+    token_bytes,
 )
 
 ROOT = Path(__file__).parent.parent
@@ -240,11 +241,11 @@ def values_of(sample: Sample) -> list[list[Any]]:
 def sent(samples: list[Sample]) -> list[Sample]:
     """Copies of the samples, as another process gets them."""
     lengths = [len(sample.token_ids) for sample in samples]
-    columns = {n: np.empty(sum(lengths), dtype) for n, dtype in columns_of(samples).items()}
-    join_samples(samples, columns)
-    for column in columns.values():
-        column.flags.writeable = False
-    return split_samples(columns, lengths)
+    columns = columns_of(samples)
+    flat = np.empty(sum(lengths) * token_bytes(columns), np.uint8)
+    join_samples(samples, columns, flat)
+    flat.flags.writeable = False
+    return split_samples(flat, columns, lengths)
 
 
 class GlooGroup:

@@ -58,7 +58,14 @@ from verifiers_rl.process import parent as parent_of_worker
 from verifiers_rl.process.loop_thread import contain_tasks, run_contained
 from verifiers_rl.process.terminal import print_all_characters
 from verifiers_rl.requests import GroupRequest
-from verifiers_rl.types import LOAD_S, Rollout, columns_of, join_samples, split_samples
+from verifiers_rl.types import (
+    LOAD_S,
+    Rollout,
+    columns_of,
+    join_samples,
+    split_samples,
+    token_bytes,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -86,14 +93,15 @@ _OF_REQUEST = [f.name for f in fields(GroupRequest) if f.name not in ("places", 
 _OF_ROLLOUT = [f.name for f in fields(Rollout) if f.name not in ("samples", "error", "record")]
 
 
-def frame(message: Mapping[str, Any], content: bytes = b"") -> list[bytes]:
-    """Return the parts of a message, to be written one after the other.
+def frame(message: Mapping[str, Any], content: bytes | np.ndarray = b"") -> list[Any]:
+    """Return the parts of a message, to be written one after the other. `content` may be an array
+    of bytes.
 
     Raises:
         TypeError: the message has a value that JSON has no form for.
     """
     text = json.dumps(message).encode()
-    return [np.array([len(text), len(content)], "<i8").tobytes(), text, content]
+    return [np.array([len(text), len(content)], "<i8"), text, content]
 
 
 class Outbox:
@@ -102,9 +110,9 @@ class Outbox:
     """
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
-        self._writer, self._frames = writer, list[bytes]()
+        self._writer, self._frames = writer, list[Any]()
 
-    def send(self, message: Mapping[str, Any], content: bytes = b"") -> None:
+    def send(self, message: Mapping[str, Any], content: bytes | np.ndarray = b"") -> None:
         """Send a frame. Raises as `frame` does."""
         parts = frame(message, content)
         if not self._frames:
@@ -127,47 +135,39 @@ async def receive(reader: asyncio.StreamReader) -> tuple[dict[str, Any], bytes]:
     return json.loads(text), content
 
 
-def pack_group(group: Sequence[Rollout]) -> tuple[dict[str, Any], bytes]:
-    """Return rollouts in a form for `frame`: their samples are the bytes, one column after the
-    other. An error becomes its description and its traceback, because its class may be known to
-    this process only.
+def pack_group(group: Sequence[Rollout]) -> tuple[dict[str, Any], np.ndarray]:
+    """Return rollouts in a form for `frame`: their samples are the bytes. An error becomes its
+    description and its traceback, because its class may be known to this process only.
     """
     samples = [sample for rollout in group for sample in rollout.samples]
-    num_tokens = sum(len(sample.token_ids) for sample in samples)
-    columns: dict[str, Any] = {
-        name: np.empty(num_tokens, dtype) for name, dtype in columns_of(samples).items()
-    }
-    join_samples(samples, columns)
+    lengths, columns = [len(sample.token_ids) for sample in samples], columns_of(samples)
+    content = np.empty(sum(lengths) * token_bytes(columns), np.uint8)
+    join_samples(samples, columns, content)
     rollouts = []
     for rollout in group:
         packed = {name: getattr(rollout, name) for name in _OF_ROLLOUT}
-        packed["lengths"] = [len(sample.token_ids) for sample in rollout.samples]
-        packed["record"] = rollout.record.decode()
+        packed |= {"samples": len(rollout.samples), "record": rollout.record.decode()}
         if rollout.error is not None:
             trace = printable("".join(traceback.format_exception(rollout.error)))
             packed["error"] = describe_error(rollout.error), trace
         rollouts.append(packed)
-    layout = [(name, column.dtype.str, column.shape) for name, column in columns.items()]
-    return {"rollouts": rollouts, "columns": layout}, b"".join(columns.values())
+    layout = [(name, dtype.base.str, dtype.shape) for name, dtype in columns.items()]
+    return {"rollouts": rollouts, "columns": layout, "lengths": lengths}, content
 
 
 def unpack_group(message: dict[str, Any], content: bytes) -> list[Rollout]:
     """Return the rollouts that `pack_group` packed."""
-    columns: dict[str, np.ndarray] = {}
-    room, start = bytearray(content), 0  # so that the arrays can be written
-    for name, dtype, shape in message["columns"]:
-        columns[name] = column = np.ndarray(shape, dtype, room, start)
-        start += column.nbytes
-    lengths = [packed.pop("lengths") for packed in message["rollouts"]]
-    samples = iter(split_samples(columns, [*itertools.chain(*lengths)]))
+    columns = {name: np.dtype((base, tuple(shape))) for name, base, shape in message["columns"]}
+    flat = np.frombuffer(bytearray(content), np.uint8)  # so that the arrays can be written
+    samples = iter(split_samples(flat, columns, message["lengths"]))
     group = []
-    for packed, own in zip(message["rollouts"], lengths, strict=True):
-        failure, record = packed.pop("error", None), packed.pop("record").encode()
-        rollout = Rollout(**packed, samples=[next(samples) for _ in own], record=record)
-        if failure is not None:
-            rollout.error = WorkerError(failure[0])
-            rollout.error.add_note(failure[1])
-        group.append(rollout)
+    for packed in message["rollouts"]:
+        packed["samples"] = [*itertools.islice(samples, packed["samples"])]
+        packed["record"] = packed["record"].encode()
+        if failure := packed.get("error"):
+            packed["error"] = WorkerError(failure[0])
+            packed["error"].add_note(failure[1])
+        group.append(Rollout(**packed))
     return group
 
 
@@ -595,18 +595,19 @@ def main(descriptor: int, parent: int, make_environment: Callable[[Any], Any]) -
     gc.collect()
     gc.freeze()  # as Orchestrator.start does
     with socket.socket(fileno=descriptor) as connection:
-        if problem:
-            connection.sendall(b"".join(frame({"problem": problem})))
-        else:
-            asyncio.run(_serve(connection, runners, setup))
+        asyncio.run(_serve(connection, runners, setup, problem))
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # without what compiled modules print when they are unloaded
 
 
-async def _serve(connection: socket.socket, runners: list[Any], setup: dict[str, Any]) -> None:
-    """Run groups until the connection ends."""
+async def _serve(
+    connection: socket.socket, runners: list[Any], setup: dict[str, Any], problem: str
+) -> None:
+    """Run groups until the connection ends. If there is a problem with the environments, the
+    trainer's process ends it.
+    """
     contain_tasks(asyncio.get_running_loop())
     reader, writer = await asyncio.open_connection(sock=connection)
     outbox = Outbox(writer)
@@ -615,20 +616,19 @@ async def _serve(connection: socket.socket, runners: list[Any], setup: dict[str,
         outbox.send(message)
 
     try:
-        await asyncio.gather(*(runner.open() for runner in runners))
+        if not problem:
+            await asyncio.gather(*(runner.open() for runner in runners))
     except Exception as error:  # whatever the environment's own code raises
-        writer.writelines(frame({"problem": describe_error(error)}))
-        await writer.drain()
-        return
+        problem = describe_error(error)
     facts = [
         {
             "sizes": {split: runner.sizes(split) for split in ("train", "eval")},
             "description": runner.description,
         }
-        for runner, recipe in zip(runners, setup["recipes"], strict=True)
+        for runner, recipe in zip(runners, setup["recipes"], strict=False)
         if "pickled" not in recipe
     ]
-    send(problem="", facts=facts)
+    send(problem=problem, facts=facts)
     running: dict[int, tuple[asyncio.Task[None], _Places]] = {}
     is_alive = asyncio.create_task(_say_alive(send, setup["alive_s"], setup["blocked_s"]))
 
@@ -668,7 +668,8 @@ async def _serve(connection: socket.socket, runners: list[Any], setup: dict[str,
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    await asyncio.gather(*(runner.close() for runner in runners))
+    if not problem:
+        await asyncio.gather(*(runner.close() for runner in runners))
 
 
 class _Places:
