@@ -1,18 +1,20 @@
 """verifiers' interception endpoint in memory: as over HTTP, but without a socket."""
 
 import asyncio
-from functools import partial
+import json
 
 import aiohttp
 import pytest
 from aiohttp import web
+from verifiers.v1.errors import HarnessError
 
-from tests import test_environments_v1 as v1
-from tests.test_environments_v1 import check_tokens, load, play
-from verifiers_rl.envs import chat_harness
-from verifiers_rl.envs.chat_harness import CHAT, ChatHarness, RefusedError, post_in_memory
-
-tokenizer, on_the_path = v1.tokenizer, v1.on_the_path  # fixtures
+from verifiers_rl.envs.chat_harness import (
+    CHAT,
+    ChatHarness,
+    ChatHarnessConfig,
+    RefusedError,
+    post_in_memory,
+)
 
 
 async def started(handler):
@@ -47,11 +49,14 @@ def test_replies_are_those_of_the_socket():
         async with aiohttp.ClientSession() as session:
             for secret in ("secret", "wrong"):
                 here = post_in_memory(runner, secret)
-                there = partial(chat_harness.post_over_http, session, url, secret)
+                headers = {"Authorization": f"Bearer {secret}"}
                 for path, size in ((CHAT, 3), (CHAT, 150_000), ("/nowhere", 3)):
                     body = {"text": "ä" * size}
                     found = await outcome(here, path, body)
-                    assert found == await outcome(there, path, body)
+                    async with session.post(url + path, json=body, headers=headers) as reply:
+                        text = await reply.text()
+                    there = json.loads(text) if reply.status == 200 else f"{reply.status}: {text}"
+                    assert found == there
                     assert isinstance(found, str) == (secret == "wrong" or path != CHAT)
         await runner.cleanup()
 
@@ -85,20 +90,7 @@ def test_a_request_runs_in_a_task_of_its_own_and_ends_with_its_caller():
     asyncio.run(ask())
 
 
-@pytest.mark.parametrize("is_ours", [True, False])
-def test_model_calls_of_the_chat_need_no_socket_in_a_run(tokenizer, tmp_path, monkeypatch, is_ours):
-    """verifiers' own commands have an interception server that is not one of our environment's."""
-    used = []
-    for way in (chat_harness.post_in_memory, chat_harness.post_over_http):
-
-        def spy(*arguments, way=way):
-            used.append(way.__name__)
-            return way(*arguments)
-
-        monkeypatch.setattr(chat_harness, way.__name__, spy)
-    if not is_ours:
-        monkeypatch.setattr(ChatHarness, "_endpoint_of", lambda *arguments: None)
-    rollouts, requests = play(load(), tokenizer, tmp_path, lambda _: "yes", num_rollouts=3)
-    assert [rollout.error for rollout in rollouts] == [None] * 3
-    assert set(used) == {"post_in_memory" if is_ours else "post_over_http"} and len(used) == 3
-    check_tokens(rollouts, requests)
+def test_the_chat_plays_at_the_endpoint_of_its_own_environment_only():
+    harness = ChatHarness(ChatHarnessConfig())
+    with pytest.raises(HarnessError, match="in rollouts of verifiers_rl only"):
+        asyncio.run(harness.launch(None, None, None, "http://other/v1", "secret", {}, None))
