@@ -64,7 +64,6 @@ from verifiers_rl.packing import Microbatch, ModelSupport, collate, copy_to, pla
 from verifiers_rl.process.interrupts import Interrupted, Interrupts
 from verifiers_rl.process.terminal import print_all_characters
 from verifiers_rl.report.metrics import (
-    EarlyWarnings,
     RunFilesCallback,
     StepCounts,
     StepWindow,
@@ -169,8 +168,7 @@ class RLTrainer(SavingTrainer):
             self.checkpoints.kept["adaptive_kl"] = adaptive_kl
         if not args.disable_tqdm:
             replace_progress_bar(self)
-        own = (RunFilesCallback(), EarlyWarnings(self._window), self._window)
-        for callback in (self.checkpoints, self._files, *own):
+        for callback in (self.checkpoints, self._files, RunFilesCallback(), self._window):
             self.add_callback(callback)
         self.callback_handler.callbacks.insert(0, self.evaluations)  # before others close files
 

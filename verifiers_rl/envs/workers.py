@@ -239,10 +239,14 @@ class WorkerPool:
 
     def __init__(self, num_workers: int, timeout_s: float, python: str = "") -> None:
         self._recipes: list[dict[str, Any]] = []
-        self.workers = [Worker(self._recipes, timeout_s, python) for _ in range(num_workers)]
+        self._make = partial(Worker, self._recipes, timeout_s, python)
+        self._num_workers, self.workers = num_workers, list[Worker]()
 
-    def add(self, env: PortableEnvironment) -> int:
+    def add(self, env: PortableEnvironment, is_quiet: bool = True) -> int:
         """Take up an environment; return its number.
+
+        Args:
+            is_quiet: what it logs as it is made was said when it was made the first time.
 
         Raises:
             NotPortableError: a worker could not make it again.
@@ -251,29 +255,37 @@ class WorkerPool:
         if not isinstance(recipe, dict):
             data = pickle_for_worker(recipe)
             recipe = {"pickled": base64.b64encode(data).decode(), "script": needs_script(data)}
-        # What it logs as it is made was said when it was made the first time.
-        self._recipes.append({"name": env.name, "is_quiet": True, **recipe})
+        self._recipes.append({"name": env.name, "is_quiet": is_quiet, **recipe})
         return len(self._recipes) - 1
 
-    async def open(self) -> None:
-        """Start the workers, and wait until all have made all environments.
+    async def open(self) -> list[dict[str, Any]]:
+        """Start the workers, and wait until all have opened all environments.
+
+        Returns:
+            The sizes and the description of those that have their examples there.
 
         Raises:
-            InvalidEnvironmentError: a worker could not make an environment.
+            InvalidEnvironmentError: a worker could not make one, or not within the deadline.
         """
+        self.workers = [self._make() for _ in range(self._num_workers)]
         try:
-            await asyncio.gather(*(worker.open() for worker in self.workers))
+            facts = await asyncio.gather(*(asyncio.shield(one.ready) for one in self.workers))
         except Exception:
             await self.close()
             raise
+        return facts[0]
 
     async def close(self) -> None:
         """End the workers."""
-        await asyncio.gather(*(worker.close() for worker in self.workers))
+        running = [worker.running for worker in self.workers]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 class Worker:
-    """A worker process, and this side of its connection. A process that ends is started again.
+    """A worker process, and this side of its connection. A process that ends is started again. Made
+    on the event loop.
 
     Args:
         recipes: of its environments.
@@ -282,6 +294,9 @@ class Worker:
     Attributes:
         groups: those that it was given and has not returned, by their number: what it says of each,
             or an error that ends the group.
+        ready: what the process says when it has opened its environments; of the next one if it has
+            ended. InvalidEnvironmentError if it could not.
+        running: ends the process when it is cancelled.
     """
 
     def __init__(self, recipes: Sequence[dict[str, Any]], timeout_s: float, python: str) -> None:
@@ -292,10 +307,9 @@ class Worker:
         self._num_silent = 0  # times `ALIVE_S` in which it has said nothing
         self._process: subprocess.Popen[bytes] | None = None
         self._outbox: Outbox | None = None
-        self._running: asyncio.Task[None] | None = None
-        # What the process says when it has made its environments; of the next one if it has ended.
-        self._ready: asyncio.Future[list[dict[str, Any]]]
         self._numbers = itertools.count()
+        self.ready: asyncio.Future[list[dict[str, Any]]] = asyncio.Future()
+        self.running = asyncio.create_task(self._run())
 
     @property
     def is_blocked(self) -> bool:
@@ -308,31 +322,13 @@ class Worker:
     def _what(self) -> str:
         return f"environment {', '.join(recipe['name'] for recipe in self._recipes)!r}"
 
-    async def open(self) -> list[dict[str, Any]]:
-        """Start the process, and wait until it has opened its environments.
-
-        Returns:
-            The sizes and the description of those that have their examples there.
-
-        Raises:
-            InvalidEnvironmentError: it could not make one, or not within the deadline.
-        """
-        self._ready = asyncio.get_running_loop().create_future()
-        self._running = asyncio.create_task(self._run())
-        return await asyncio.shield(self._ready)
-
-    async def close(self) -> None:
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.wait([self._running])
-
     async def _run(self) -> None:
         """Run a process, and another one whenever it has ended."""
         try:
             while True:
                 problem = await self._run_process()
                 # From here on, new groups wait for the new process.
-                self._ready = asyncio.get_running_loop().create_future()
+                self.ready = asyncio.Future()
                 self._num_deaths += 1
                 logger.warning(
                     "%s: %s; another one is started, and its %d groups begin again",
@@ -346,8 +342,8 @@ class Worker:
                         f"between; at last {problem}"
                     )
         except Exception as error:  # whatever keeps a process from starting
-            self._ready.set_exception(error)
-            self._ready.exception()  # nobody may need the worker any more
+            self.ready.set_exception(error)
+            self.ready.exception()  # nobody may need the worker any more
 
     async def _run_process(self) -> str:
         """Start the process and take its messages until it has ended. Return why it has.
@@ -365,7 +361,7 @@ class Worker:
             problem = said["problem"]
             if not problem:
                 self._outbox = Outbox(writer)
-                self._ready.set_result(said["facts"])
+                self.ready.set_result(said["facts"])
             while not problem:
                 message, content = await receive(reader)
                 self._num_silent = 0
@@ -379,7 +375,7 @@ class Worker:
         except (ValueError, KeyError, TypeError) as error:
             problem = f"unreadable message: {describe_error(error)}"
         except asyncio.CancelledError:
-            if not self._ready.done():
+            if not self.ready.done():
                 process.kill()  # it would make its environments first
             raise
         finally:
@@ -390,7 +386,7 @@ class Worker:
                 process.kill()  # it would not notice that the connection is closed
             status = await asyncio.to_thread(wait_for_end, process)
         end = f"the worker process {process.pid} ended with status {status}"
-        if not self._ready.done():
+        if not self.ready.done():
             where = f"python={self._python!r}" if self._python else "a worker"
             problem = problem or f"{end}; see its output above"
             raise InvalidEnvironmentError(f"{self._what}, in {where}: {problem}")
@@ -413,7 +409,7 @@ class Worker:
         ended: dict[int, asyncio.Queue[bool]] = {}  # of rollouts that have a place
         holding = list[asyncio.Task[None]]()
         try:
-            await asyncio.shield(self._ready)
+            await asyncio.shield(self.ready)
             sent = {name: getattr(request, name) for name in _OF_REQUEST}
             self._send({"group": number, "env": env, "request": sent}, task)
             while True:
@@ -464,7 +460,7 @@ class Worker:
 
     async def _watch(self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader) -> None:
         """Report a process that is blocked, and end it after `_silent_s`."""
-        await asyncio.shield(self._ready)
+        await asyncio.shield(self.ready)
         was_blocked = False
         while self._num_silent * ALIVE_S < self._silent_s:
             await asyncio.sleep(ALIVE_S)
@@ -581,7 +577,7 @@ def main(descriptor: int, parent: int, make_environment: Callable[[Any], Any]) -
     try:
         multiprocessing.spawn.prepare(setup["process"])  # imports the script, if it is named
         for recipe in setup["recipes"]:
-            logging.disable(logging.WARNING if recipe.get("is_quiet") else logging.NOTSET)
+            logging.disable(logging.WARNING if recipe["is_quiet"] else logging.NOTSET)
             # Outside the event loop, because an environment may run its own loop to load its data.
             where = f"environment {recipe['name']!r}: " if len(setup["recipes"]) > 1 else ""
             pickled = base64.b64decode(recipe.get("pickled", ""))

@@ -1,11 +1,10 @@
 """The numbers of a run: means over the tokens of a step and over steps, metrics.jsonl, the progress
-bar, early warnings.
+bar.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -219,23 +218,45 @@ class StepCounts:
         }
 
 
+# Rounding to bfloat16 moves a logprob by 0.01 to 0.03 nats. mismatch_kl is about half the mean
+# square of that: below 0.001. It is ten times as much where rounding also changes the choice of
+# experts.
+FIRST_MISMATCH_KL = 0.02
+
+
 class StepWindow(TrainerCallback):
     """The steps since the last line of logs: their metrics, and the time that each took, in which
-    evaluations and checkpoints between the steps do not count.
+    evaluations and checkpoints between the steps do not count. The first step of a run draws a
+    warning if the server does not sample from the model that is trained.
     """
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
-        self._step_began = 0.0
+        self._step_began, self._is_first = 0.0, True
 
     def add(self, metrics: dict[str, float]) -> None:
         self.steps.append(metrics)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._is_first = True
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._step_began = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.steps[-1]["step_s"] = time.monotonic() - self._step_began
+        metrics = self.steps[-1]
+        metrics["step_s"] = time.monotonic() - self._step_began
+        # The weights of both sides are equal in the first step, if its batch is new.
+        is_equal = self._is_first and metrics.get("staleness") == 0.0
+        self._is_first, mismatch_kl = False, metrics.get("mismatch_kl", 0.0)
+        if is_equal and mismatch_kl > FIRST_MISMATCH_KL and state.is_world_process_zero:
+            logger.warning(
+                "mismatch_kl is %.2g in the first step, which the rounding of dtypes does not "
+                "explain (it stays below %g): the tokens were not sampled from the model that is "
+                "trained. Look at the server's model, at sampling options such as top_p, and at "
+                "what the environment or its harness puts into a request",
+                *(mismatch_kl, FIRST_MISMATCH_KL),
+            )
 
     def take(self) -> dict[str, float]:
         """Return the mean of each metric over the steps that have it (the maximum for `MAXIMA`),
@@ -390,54 +411,3 @@ class RunFilesCallback(TrainerCallback):
         target.parent.mkdir(parents=True, exist_ok=True)
         with writing(target), target.open("a", encoding="utf-8") as file:
             file.write(as_line(row) + "\n")
-
-
-class EarlyWarnings(TrainerCallback):
-    """Warns if nothing can be learned, and if the server does not sample from the model that is
-    trained.
-
-    Args:
-        window: the steps since the last line of logs.
-    """
-
-    UNIFORM_STEPS = 10
-    # Rounding to bfloat16 moves a logprob by 0.01 to 0.03 nats. mismatch_kl is about half the mean
-    # square of that: below 0.001. mismatch_kl is ten times as much where rounding also changes the
-    # choice of experts.
-    FIRST_MISMATCH_KL = 0.02
-
-    def __init__(self, window: StepWindow) -> None:
-        self._window = window
-        self._num_steps = self._num_uniform_steps = 0
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._num_steps = self._num_uniform_steps = 0
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not state.is_world_process_zero:
-            return
-        metrics = self._window.steps[-1]
-        self._num_steps += 1
-        # No advantage_fn has made a difference of its own.
-        is_uniform = metrics.get("uniform_group_share") == 1.0 and not metrics.get("advantage_abs")
-        self._num_uniform_steps = self._num_uniform_steps + 1 if is_uniform else 0
-        if self._num_uniform_steps == self.UNIFORM_STEPS:
-            logger.warning(
-                "nothing can be learned: in the last %d batches no group had two different "
-                "rewards; their mean is %.3g. Does the reward depend on the reply? If it does, "
-                "take easier or harder examples, or raise temperature or rollouts_per_example, so "
-                "that replies to one example differ",
-                self.UNIFORM_STEPS,
-                metrics.get("reward", math.nan),
-            )
-        # The weights of both sides are equal in the first step, if its batch is new.
-        mismatch_kl, is_new = metrics.get("mismatch_kl", 0.0), metrics.get("staleness") == 0.0
-        if self._num_steps == 1 and is_new and mismatch_kl > self.FIRST_MISMATCH_KL:
-            logger.warning(
-                "mismatch_kl is %.2g in the first step, which the rounding of dtypes does not "
-                "explain (it stays below %g): the tokens were not sampled from the model that is "
-                "trained. Look at the server's model, at sampling options such as top_p, and at "
-                "what the environment or its harness puts into a request",
-                mismatch_kl,
-                self.FIRST_MISMATCH_KL,
-            )
