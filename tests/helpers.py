@@ -630,7 +630,7 @@ class StubSink:
 async def serving(handler, path="/v1/chat/completions"):
     """The base URL of an HTTP server on loopback that answers this path with the handler."""
     app = web.Application()
-    app.router.add_post(path, handler)
+    app.router.add_route("*", path, handler)
     runner = web.AppRunner(app, shutdown_timeout=1, handler_cancellation=True)
     await runner.setup()
     try:

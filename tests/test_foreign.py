@@ -1,6 +1,5 @@
 """Environments in rollout workers of another Python than the trainer's."""
 
-import asyncio
 import json
 import os
 import subprocess
@@ -9,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT, load_example, make_request, only_runner, serving
-from tests.test_environments_v1 import Server, on_the_path  # noqa: F401
+from tests.helpers import ROOT, load_example
 from verifiers_rl import RLConfig, WeightedEnv
 from verifiers_rl.cli.config import TomlError, load_run_config
 from verifiers_rl.cli.resolved import resolved_text
@@ -27,45 +25,6 @@ EXAMPLE = ROOT / "examples" / "classic"
 @pytest.fixture(scope="module")
 def tokenizer():
     return load_example("warm_start").make_tokenizer(["<tool_call>"])
-
-
-def roll_out(env, tokenizer, tmp_path, **options):
-    """Two groups of one environment, and its runner."""
-    options = {"max_seq_len": 200, "max_tokens": 40, "use_cpu": True, **options}
-    args = RLConfig(output_dir=str(tmp_path), **options)
-    server = Server(tokenizer, lambda prompt: "yes")
-    server_runs = serving(server.answer, "/v1/chat/completions/tokens")
-
-    async def main():
-        async with server_runs as url:
-            runner = make_runner(env, url, tokenizer, args)
-            try:
-                await runner.open()
-                given = {"sampling_args": args.sampling_args()}
-                return [
-                    await runner.run_group(make_request(index, 2, **given)) for index in (0, 2)
-                ], runner
-            finally:
-                await runner.close()
-
-    return asyncio.run(main())
-
-
-def test_rollouts_of_another_python_are_those_of_this_process(tokenizer, tmp_path):
-    table = {"taskset": {"id": "small_tasks", "num_tasks": 3}}
-    foreign = WeightedEnv(table, "env", python=sys.executable, folders=[V1])
-    groups, runner = roll_out([foreign], tokenizer, tmp_path, env_workers=0)  # here that is 1
-    here, _ = roll_out("small_tasks", tokenizer, tmp_path, env_workers=0)
-    assert runner.sizes("train") == [3]
-    assert "in rollout workers" in only_runner(runner).description
-    for group, expected in zip(groups, here, strict=True):
-        for rollout, other in zip(group, expected, strict=True):
-            assert rollout.error is None, rollout.error
-            (sample,), (same,) = rollout.samples, other.samples
-            assert sample.token_ids.tolist() == same.token_ids.tolist()
-            assert sample.loss_mask.tolist() == same.loss_mask.tolist()
-            assert (rollout.prompt, rollout.reward) == (other.prompt, other.reward)
-            assert (rollout.example_id, rollout.metrics) == (other.example_id, other.metrics)
 
 
 def test_a_worker_loads_no_torch_and_no_vllm():

@@ -22,7 +22,7 @@ from verifiers_rl.process.terminal import print_all_characters
 from verifiers_rl.report.recording import row_of
 from verifiers_rl.report.rollouts import RolloutWriter
 from verifiers_rl.report.run_folder import WritingError, read_run
-from verifiers_rl.report.trackers import ATTRIBUTES, from_low_to_high, print_rollouts
+from verifiers_rl.report.trackers import ATTRIBUTES, print_rollouts
 from verifiers_rl.requests import RolloutError
 from verifiers_rl.types import Batch, Rollout
 
@@ -142,14 +142,19 @@ def test_no_text_of_a_model_ends_a_run_or_commands_the_terminal(monkeypatch, enc
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("COLUMNS", "80")
     print_all_characters()
-    group = make_group(1, 0, num=2)
-    group[0].prompt, group[0].completion = f"\u6f22{COMMANDS}?", "\ud800 \u2192 one\ntwo"
-    group[0].reward, group[1].reward = -3e38, 1e30
-    print_rollouts(group, 1)
+    group = make_group(1, 0, num=5)[::-1]
+    first, last = group[3], group[1]  # of these five by their rewards
+    first.prompt, first.completion = f"\u6f22{COMMANDS}?", "\ud800 \u2192 [bold]one\ntwo"
+    first.reward, last.reward = -3e38, 1e30
+    print_rollouts(group, 1, num_rows=3)
     print("\u6f22")  # whatever else is printed
     shown = terminal.buffer.getvalue().decode(encoding)
     assert not {*shown} & {*"\x1b\x07\x9b\r\b"} and "]0;title" in shown
-    assert "one" in shown and "two" in shown and "1e+30" in shown and "-3e+38" in shown
+    places = [
+        shown.index(text)
+        for text in ("[bold]one", "-3e+38", "-0.500", "two", "a2", "+0.500", "1e+30")
+    ]
+    assert places == sorted(places) and "a0" not in shown and "a4" not in shown
     assert max(map(len, shown.splitlines())) <= 100  # a row of the table is one line wide
     error = ValueError(f"the reply was {COMMANDS}")
     assert describe_error(error) == "ValueError: the reply was ]0;title[2J2J"
@@ -350,24 +355,6 @@ def test_what_is_left_out_of_the_loss_is_said():
 
 
 # --- Trackers -------------------------------------------------------------------------------------
-
-
-def test_rows_of_a_table_go_from_the_lowest_reward_to_the_highest():
-    rollouts = make_group(1, 0, num=7)[::-1]
-    assert [r.reward for r in from_low_to_high(rollouts, 3)] == [0, 3, 6]
-    assert [r.reward for r in from_low_to_high(rollouts, 1)] == [0]
-    assert [r.reward for r in from_low_to_high(rollouts, 99)] == [*range(7)]
-    assert from_low_to_high([], 3) == []
-
-
-def test_tensorboard_has_the_curves(make, tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    make(max_steps=2, report_to="tensorboard").train()
-    (folder,) = {path.parent for path in (tmp_path / "run").rglob("events.out.tfevents.*")}
-    events = EventAccumulator(str(folder), {"scalars": 0})
-    events.Reload()
-    assert [event.value for event in events.Scalars("train/reward")] == [1.0, 1.0]
 
 
 @pytest.mark.slow
