@@ -64,13 +64,17 @@ def test_mask_env_responses_decides_over_tokens_between_turns():
     assert math.isnan(trained.inference_logprobs[2]) and trained.policy_versions[2] == -1
 
 
-def test_tokens_and_logprobs_of_different_number_are_refused():
-    with pytest.raises(ValueError, match="turn 0: 2 tokens but 1 logprobs"):
-        samples_from_trajectory([turn([1], [2, 3], [-1.0])], 0)
-    with pytest.raises(ValueError, match="logprob of a sampled token is NaN or infinite"):
-        samples_from_trajectory([turn([1], [2, 3], [-1.0, math.nan])], 0)
-    with pytest.raises(ValueError, match="turn 0: the server returned no token ids"):
-        samples_from_trajectory([{"tokens": None}], 0)
+@pytest.mark.parametrize(
+    ("step", "problem"),
+    [
+        (turn([1], [2, 3], [-1.0]), "turn 0: 2 tokens but 1 logprobs"),
+        (turn([1], [2, 3], [-1.0, math.nan]), "logprob of a sampled token is NaN or infinite"),
+        ({"tokens": None}, "turn 0: the server returned no token ids"),
+    ],
+)
+def test_tokens_that_cannot_be_trained_on_are_refused(step, problem):
+    with pytest.raises(ValueError, match=problem):
+        samples_from_trajectory([step], 0)
 
 
 class ScriptedClient(vf.Client):
@@ -117,14 +121,13 @@ class ScriptedClient(vf.Client):
         return self
 
 
-def make_env(reward=None, size=4, **options):
-    def length(completion) -> float:
-        return float(len(completion[-1]["content"]))
+def length(completion) -> float:
+    return float(len(completion[-1]["content"]))
 
-    dataset = Dataset.from_dict(
-        {"question": [f"q{i}" for i in range(size)], "answer": ["a"] * size}
-    )
-    return vf.SingleTurnEnv(dataset=dataset, rubric=vf.Rubric(funcs=[reward or length]), **options)
+
+def make_env(reward=length, questions=("q0", "q1", "q2", "q3"), kind=vf.SingleTurnEnv):
+    dataset = Dataset.from_dict({"question": [*questions], "answer": ["a"] * len(questions)})
+    return kind(dataset=dataset, rubric=vf.Rubric(funcs=[reward]))
 
 
 class WordTokenizer:
@@ -163,11 +166,7 @@ def test_a_group_is_rolled_out_and_scored():
     assert rollouts[0].samples[0].token_ids.tolist() == [1, 2, *b"ok"]
     assert rollouts[0].samples[0].policy_versions.tolist() == [-1, -1, 2, 2]
     assert runner._client.requests == [("m", {"extra_body": {"n": 1}})] * 3
-
-
-def test_the_record_of_a_rollout_has_its_messages():
-    (rollout, *_), _ = run_group(make_env(), say_ok)
-    record = json.loads(rollout.record)
+    record = json.loads(rollouts[0].record)
     assert [(m["role"], m["content"]) for m in record["messages"]] == [
         ("user", "q1"), ("assistant", "ok"),
     ]  # fmt: skip
@@ -189,16 +188,10 @@ def test_an_exception_in_one_rollout_costs_only_that_one():
     assert [r.reward for r in rollouts if r.error is None] == [2.0, 2.0]
 
 
-def test_a_reward_function_that_raises_costs_its_rollout_instead_of_scoring_zero():
-    def reward(completion, **kwargs) -> float:
-        raise KeyError("no such key")
-
-    rollouts, _ = run_group(make_env(reward), say_ok)
-    assert all(isinstance(r.error, KeyError) for r in rollouts)
-
-
-@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError(), GeneratorExit()])
-def test_a_reward_function_that_ends_the_process_or_the_task_costs_its_rollout(error):
+@pytest.mark.parametrize(
+    "error", [SystemExit(3), asyncio.CancelledError(), GeneratorExit(), KeyError("no such key")]
+)
+def test_a_reward_function_that_raises_costs_its_rollout_instead_of_scoring_zero(error):
     count = iter(range(3))
 
     def reward(completion) -> float:
@@ -208,7 +201,10 @@ def test_a_reward_function_that_ends_the_process_or_the_task_costs_its_rollout(e
 
     rollouts, _ = run_group(make_env(reward), say_ok)
     errors = [rollout.error for rollout in rollouts if rollout.error is not None]
-    assert [str(found) for found in errors] == [f"code of the environment raised {error!r}"]
+    said = (
+        str(error) if isinstance(error, KeyError) else f"code of the environment raised {error!r}"
+    )
+    assert [str(found) for found in errors] == [said]
 
 
 def test_reward_functions_keep_their_arguments():
@@ -254,9 +250,7 @@ def test_an_environments_own_timeout_is_not_taken_for_generation_timeout():
     async def slow(completion):
         await asyncio.sleep(30)
 
-    dataset = Dataset.from_dict({"question": ["a", "b"], "answer": ["", ""]})
-    late = Late(dataset=dataset, rubric=vf.Rubric(funcs=[lambda completion: 1.0]))
-    rollouts, _ = run_group(late, say_ok)
+    rollouts, _ = run_group(make_env(kind=Late), say_ok)
     assert all("the database did not answer" in str(r.error) for r in rollouts)
     assert not any("generation_timeout" in str(r.error) for r in rollouts)
     rollouts, _ = run_group(make_env(slow), say_ok, timeout_s=0.5)
@@ -283,29 +277,22 @@ def test_max_seq_len_cuts_and_marks_as_truncated():
 
 
 def test_max_prompt_len_leaves_examples_out(caplog):
-    dataset = Dataset.from_dict({"question": ["a", "abc", "abcdef"], "answer": ["", "", ""]})
-    env = vf.SingleTurnEnv(dataset=dataset, rubric=vf.Rubric(funcs=[lambda completion: 1.0]))
+    env = make_env(questions=["a", "abc", "abcdef"])
     runner = ClassicEnvironment(env, with_options(max_prompt_len=3))
     assert runner.sizes("train") == [2]
     assert "1 prompts longer than max_prompt_len=3 left out" in caplog.text
     assert ClassicEnvironment(env, with_options(max_seq_len=4)).sizes("train") == [2]
     assert "1 prompts that fill max_seq_len=4 (raise it, or set max_prompt_len)" in caplog.text
-    with pytest.raises(InvalidEnvironmentError, match=r"no example; \d had overlong"):
-        ClassicEnvironment(
-            vf.SingleTurnEnv(
-                dataset=dataset.select([2]), rubric=vf.Rubric(funcs=[lambda completion: 1.0])
-            ),
-            with_options(max_prompt_len=3),
-        )
+    for questions in (["abcdef"], []):
+        with pytest.raises(InvalidEnvironmentError, match=r"no example; \d had overlong"):
+            ClassicEnvironment(make_env(questions=questions), with_options(max_prompt_len=3))
 
 
 class Conversation(vf.MultiTurnEnv):
     """Two turns, whatever is answered."""
 
-    def __init__(self):
-        dataset = Dataset.from_dict({"question": ["ab", "cd"], "answer": ["", ""]})
-        rubric = vf.Rubric(funcs=[lambda completion: float(len(completion))])
-        super().__init__(dataset=dataset, rubric=rubric, max_turns=2)
+    def __init__(self, **options):
+        super().__init__(max_turns=2, **options)
 
     async def env_response(self, messages, state, **kwargs):
         return [vf.UserMessage(content="go on")]
@@ -378,7 +365,8 @@ CLIENT_TYPES = ("openai_chat_completions", "openai_chat_completions_token", "ren
 @pytest.mark.parametrize("client_type", CLIENT_TYPES)
 def test_each_client_keeps_exact_tokens_versions_and_sampling_options(tokenizer, client_type):
     server = Server(tokenizer)
-    rollouts = asyncio.run(server.play(Conversation(), client_type=client_type))
+    env = make_env(lambda completion: float(len(completion)), ["ab", "cd"], Conversation)
+    rollouts = asyncio.run(server.play(env, client_type=client_type))
     sends_tokens = client_type != "openai_chat_completions"
     assert len(server.requests) == 4
     for path, body in server.requests:
@@ -428,15 +416,6 @@ def test_an_environment_that_cannot_be_loaded_is_one_error(tmp_path, monkeypatch
     assert "'me/no-such'" in said and "is installed" in said and "No module named" in said
     (tmp_path / "odd_env.py").write_text("def load_environment(size=3): return size\n")
     assert "argument 'sise'" in error_of(id="odd-env", args={"sise": 1})
-
-
-def test_an_empty_dataset_is_refused():
-    env = vf.SingleTurnEnv(
-        dataset=Dataset.from_dict({"question": [], "answer": []}),
-        rubric=vf.Rubric(funcs=[lambda completion: 1.0]),
-    )
-    with pytest.raises(InvalidEnvironmentError, match="no example"):
-        ClassicEnvironment(env, with_options())
 
 
 def test_the_example_is_the_task_of_the_v1_example(monkeypatch):
