@@ -1,5 +1,5 @@
-"""Writes what a run did, step by step: run.json, the files of rollouts, tables for people and
-trackers. A thread makes the rows of a step and writes them, while the trainer goes on.
+"""Writes what a run did, step by step: run.json, the files of rollouts, tables for people. A
+thread makes the rows of a step and writes them, while the trainer goes on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from verifiers_rl.process.terminal import showing
 from verifiers_rl.report.metrics import TokenValues
 from verifiers_rl.report.rollouts import RolloutWriter
 from verifiers_rl.report.run_folder import WritingError, read_run, remove_rollouts, write_run
-from verifiers_rl.report.trackers import name_wandb_project, print_rollouts, send_table
+from verifiers_rl.report.trackers import name_wandb_project, print_rollouts
 from verifiers_rl.types import Batch, Rollout, Sample, SampleSizes, Split
 
 logger = logging.getLogger(__name__)
@@ -40,8 +40,7 @@ _DISTRIBUTIONS = ("torch", "transformers", "verifiers", "verifiers-rl", "vllm", 
 
 
 class RolloutFiles(TrainerCallback):
-    """Writes run.json and the files of rollouts (rollouts.py), prints tables of rollouts, and sends
-    them to trackers.
+    """Writes run.json and the files of rollouts (rollouts.py), and prints tables of rollouts.
 
     Args:
         trainer: the `RLTrainer`, of which it reads `args`, `batch`, `orchestrator`, `state`,
@@ -157,14 +156,10 @@ class RolloutFiles(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Show people some of the rollouts of the last step."""
         batch = self._trainer.batch
-        shows = self._is_main and args.log_rollouts and "step_s" in (logs or {})
-        if batch is None or not batch.rollouts or not shows:
-            return
-        with showing("a table of rollouts"):
-            if not args.disable_tqdm:
+        shows = self._is_main and args.log_rollouts and not args.disable_tqdm
+        if shows and batch is not None and batch.rollouts and "step_s" in (logs or {}):
+            with showing("a table of rollouts"):
                 print_rollouts(batch.rollouts, state.global_step)
-            if "wandb" in args.report_to:
-                send_table(batch.rollouts, state.global_step)
 
     def _append(
         self,
