@@ -150,20 +150,17 @@ def runs_here(toolset: Any) -> bool:
     return is_local and not _needs_server(cls)
 
 
-def _with_local_url(toolset: Any) -> Any:
-    """Return the toolset as verifiers shall see it."""
-    if not runs_here(toolset):
-        return toolset
-    seen = copy.copy(toolset)
-    seen.config = toolset.config.model_copy(update={"url": LocalUrl(toolset)})
-    return seen
-
-
 def with_local_urls(owner: Any) -> Any:
     """Return a copy of a task or a taskset whose toolsets have `LocalUrl`s."""
+
+    def toolsets(config: Any) -> list[Any]:
+        seen = [*map(copy.copy, owner.toolsets(config))]
+        for toolset in filter(runs_here, seen):
+            toolset.config = toolset.config.model_copy(update={"url": LocalUrl(copy.copy(toolset))})
+        return seen
+
     seen = copy.copy(owner)
-    # Hides the class's.
-    seen.toolsets = lambda config: [*map(_with_local_url, owner.toolsets(config))]
+    seen.toolsets = toolsets  # hides the class's
     return seen
 
 
