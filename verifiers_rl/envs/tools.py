@@ -20,7 +20,6 @@ import asyncio
 import copy
 import functools
 import inspect
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
@@ -29,6 +28,8 @@ from typing import Any
 
 import verifiers.v1 as vf
 from verifiers.v1.errors import HarnessError, ToolsetError
+
+from verifiers_rl.envs.rendering import as_object
 
 CONNECT_S = 60.0  # deadline of connecting to all tool servers of a rollout
 _calling_trace: ContextVar[Any] = ContextVar("calling_trace")  # of the rollout that calls a tool
@@ -180,14 +181,6 @@ async def open_shared(taskset: Any) -> AsyncIterator[None]:
 # --- For the chat ---------------------------------------------------------------------------------
 
 
-def arguments_of(function: dict[str, Any]) -> Any:
-    """Return the arguments of a call as JSON; the text itself if it is none."""
-    try:
-        return json.loads(function["arguments"] or "{}")
-    except json.JSONDecodeError:
-        return function["arguments"]
-
-
 class Tools:
     """The tools of a rollout, with names `<server>_<tool>`. Tools of a server without a name keep
     their names. A server is one of MCP, or a `LocalServer`.
@@ -242,7 +235,7 @@ class Tools:
 
     async def call(self, function: dict[str, Any]) -> str:
         """Call a tool. Return its result, or what is wrong with the call; the model reads both."""
-        name, arguments = function["name"], arguments_of(function)
+        name, arguments = function["name"], as_object(function["arguments"] or "{}")
         if name not in self._calls:
             return f"error: there is no tool {name!r}"
         if not isinstance(arguments, dict):

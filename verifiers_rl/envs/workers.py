@@ -283,6 +283,10 @@ class WorkerPool:
         await asyncio.gather(*running, return_exceptions=True)
 
 
+def _send_nothing(*message: Any) -> None:
+    """Stands for the connection while there is none."""
+
+
 class Worker:
     """A worker process, and this side of its connection. A process that ends is started again. Made
     on the event loop.
@@ -306,7 +310,7 @@ class Worker:
         self._num_deaths = 0  # since it returned a group
         self._num_silent = 0  # times `ALIVE_S` in which it has said nothing
         self._process: subprocess.Popen[bytes] | None = None
-        self._outbox: Outbox | None = None
+        self._send: Callable[..., None] = _send_nothing
         self._numbers = itertools.count()
         self.ready: asyncio.Future[list[dict[str, Any]]] = asyncio.Future()
         self.running = asyncio.create_task(self._run())
@@ -360,7 +364,7 @@ class Worker:
             said, _ = await asyncio.wait_for(receive(reader), self._load_s)
             problem = said["problem"]
             if not problem:
-                self._outbox = Outbox(writer)
+                self._send = Outbox(writer).send
                 self.ready.set_result(said["facts"])
             while not problem:
                 message, content = await receive(reader)
@@ -380,7 +384,7 @@ class Worker:
             raise
         finally:
             watching.cancel()
-            self._outbox = None
+            self._send = _send_nothing
             writer.close()  # makes the process end
             if self.is_blocked:
                 process.kill()  # it would not notice that the connection is closed
@@ -453,10 +457,6 @@ class Worker:
         except Exception as error:  # the group cannot go on, whatever it is
             if group in self.groups:
                 self.groups[group].put_nowait(error)
-
-    def _send(self, message: Mapping[str, Any], content: bytes = b"") -> None:
-        if self._outbox is not None:
-            self._outbox.send(message, content)
 
     async def _watch(self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader) -> None:
         """Report a process that is blocked, and end it after `_silent_s`."""
