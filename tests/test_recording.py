@@ -341,9 +341,11 @@ def test_no_secret_is_in_the_file_of_a_run(make, tmp_path):
 
 def test_what_is_left_out_of_the_loss_is_said():
     rollout = make_group(1, 0)[0]
-    assert row_of(rollout, 1, "train", 0, is_kept=True)["in_loss"]
+    assert not row_of(rollout, 1, "train", 0)["in_loss"]
+    Batch(0, 0, rollout.samples, [rollout])
+    assert row_of(rollout, 1, "train", 0)["in_loss"]
     rollout.leave_out_of_loss()
-    assert not row_of(rollout, 1, "train", 0, is_kept=True)["in_loss"]
+    assert not row_of(rollout, 1, "train", 0)["in_loss"]
 
 
 # --- Trackers -------------------------------------------------------------------------------------

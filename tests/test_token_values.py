@@ -30,12 +30,15 @@ class OneBatch(StubSource):
 
 
 def step_values(trainer):
-    """What the trainer's values are after one step."""
+    """The values of the loss tokens of each sample after one step."""
     trainer.orchestrator.start()
     trainer.create_optimizer_and_scheduler(3)
     trainer.state.max_steps = 1
     trainer.training_step(trainer.model, {})
-    return trainer._files._values.of_samples
+    found = trainer._files._values.of_samples
+    samples = [(i, s) for i, s in enumerate(trainer.batch.samples) if id(s) in found]
+    assert all(np.isnan(found[id(s)][:, ~s.loss_mask]).all() for _, s in samples)
+    return {i: found[id(s)][:, s.loss_mask] for i, s in samples}
 
 
 def check_values(found, model, sample, temperature):

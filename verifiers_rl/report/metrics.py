@@ -45,19 +45,19 @@ class TokenValues:
     microbatches had laid them out.
 
     Args:
-        sizes: of all samples of the batch.
+        batch: that is trained on.
         is_chosen: (S,) bool, the samples.
         device: of this rank.
 
     Attributes:
-        of_samples: after `collect`, on rank 0: for each chosen sample, by its index, the values of
-            its loss tokens: (3, N) float32, `trainer_logprobs`, `entropy` and 1 where a mask took
-            the token out. NaN in a sample that was not computed.
+        of_samples: after `collect`, on rank 0: for each chosen sample, by its `id()`, the values of
+            its tokens: (3, T) float32, `trainer_logprobs`, `entropy` and 1 where a mask took the
+            token out. NaN in a sample that was not computed, and where a token is not in the loss.
     """
 
-    def __init__(self, sizes: SampleSizes, is_chosen: np.ndarray, device: torch.device) -> None:
+    def __init__(self, batch: Batch, is_chosen: np.ndarray, device: torch.device) -> None:
         self.of_samples: dict[int, np.ndarray] = {}
-        self._lengths = sizes.num_loss_tokens.tolist()
+        self._samples, self._lengths = batch.samples, batch.sizes.num_loss_tokens.tolist()
         # What each loss token has: trainer_logprobs, entropy, is_masked, and 1 where computed.
         self._values = {
             i: torch.zeros((4, self._lengths[i]), device=device)
@@ -94,8 +94,12 @@ class TokenValues:
         values = found.cpu().numpy()
         values[:3, values[3] == 0] = np.nan
         stops = np.cumsum([self._lengths[i] for i in self._values])
-        parts = np.split(values[:3], stops[:-1], axis=1)
-        self.of_samples = dict(zip(self._values, parts, strict=True))
+        parts = dict(zip(self._values, np.split(values[:3], stops[:-1], axis=1), strict=True))
+        for i, sample in enumerate(self._samples):  # of rank 0
+            if i in parts:
+                of_tokens = np.full((3, len(sample.token_ids)), np.nan, np.float32)
+                of_tokens[:, sample.loss_mask] = parts[i]
+                self.of_samples[id(sample)] = of_tokens
 
 
 class TokenMeans:

@@ -11,7 +11,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -127,7 +127,7 @@ class RolloutFiles(TrainerCallback):
             batch.sizes, batch.step, args.groups_per_batch, args.log_rollouts
         )
         if is_chosen.any():
-            self._values = TokenValues(batch.sizes, is_chosen, args.device)
+            self._values = TokenValues(batch, is_chosen, args.device)
         return self._values
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -135,7 +135,7 @@ class RolloutFiles(TrainerCallback):
         if self._writer is None or batch is None:
             return
         groups = batch.groups or [batch.rollouts]
-        self._append("train", state.global_step, groups, batch, self._values)
+        self._append("train", state.global_step, groups, self._values)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the rollouts of the evaluation whose results were logged at this step."""
@@ -166,23 +166,18 @@ class RolloutFiles(TrainerCallback):
         split: Split,
         step: int,
         groups: Sequence[Sequence[Rollout]],
-        batch: Batch | None = None,
         values: TokenValues | None = None,
     ) -> None:
         """Let the thread write these rollouts. Wait until it has written those before."""
 
         async def write() -> None:
-            number_of = {id(s): i for i, s in enumerate(batch.samples)} if batch is not None else {}
+            of_tokens = values.of_samples if values is not None else {}
             rows = []
             for number, group in enumerate(groups):
                 for rollout in group:
-                    samples = [
-                        (number_of.get(id(sample), -1), sample) for sample in rollout.samples
-                    ]
-                    is_kept = any(n >= 0 for n, _ in samples)
-                    row = row_of(rollout, step, split, number, is_kept)
-                    if values is not None and any(n in values.of_samples for n, _ in samples):
-                        row |= {"has_tokens": True, **token_columns(samples, values, self._texts)}
+                    row, samples = row_of(rollout, step, split, number), rollout.samples
+                    if samples and of_tokens.keys() >= {*map(id, samples)}:
+                        row |= token_columns(samples, of_tokens, self._texts)
                     rows.append(row)
             if self._writer is not None:
                 self._writer.append(rows, step if split == "train" else None)
@@ -210,18 +205,18 @@ class RolloutFiles(TrainerCallback):
             ) from error
 
 
-def row_of(rollout: Rollout, step: int, split: Split, group: int, is_kept: bool) -> dict[str, Any]:
+def row_of(rollout: Rollout, step: int, split: Split, group: int) -> dict[str, Any]:
     """Return what the file of rollouts has of a rollout, but for its tokens.
 
     Args:
         step: that trained on it, from 1; of an evaluation, that of the weights.
         group: number of its group in the step.
-        is_kept: it is in the batch that was trained on.
     """
     failed, samples = rollout.error is not None, rollout.samples
     sampled = [s.policy_versions[s.policy_versions >= 0] for s in samples]
     versions = np.concatenate(sampled) if samples else np.zeros(0, np.int32)
-    in_loss = is_kept and not failed and any(sample.loss_mask.any() for sample in samples)
+    # One that is in no batch has no number there.
+    in_loss = not failed and any(s.rollout_id >= 0 and s.loss_mask.any() for s in samples)
     said = {"role": "assistant", "content": rollout.completion}
     messages = [{"role": "user", "content": rollout.prompt}, *([said] if said["content"] else [])]
     return {
@@ -309,31 +304,27 @@ class TokenTexts:
 
 
 def token_columns(
-    samples: Sequence[tuple[int, Sample]], values: TokenValues, texts: TokenTexts
+    samples: Sequence[Sample], of_tokens: Mapping[int, np.ndarray], texts: TokenTexts
 ) -> dict[str, Any]:
     """Return what the file of rollouts has of the tokens of one rollout, one sample after the
     other: arrays of T tokens, by the name of their column.
 
     Args:
-        samples: of the rollout, each with its number in the batch.
-        values: collected.
+        samples: of the rollout.
+        of_tokens: see `TokenValues.of_samples`.
         texts: of the tokenizer.
     """
     columns = {
-        name: np.concatenate([getattr(sample, name) for _, sample in samples])
+        name: np.concatenate([getattr(sample, name) for sample in samples])
         for name in Sample.DTYPES
     }
-    lengths = [len(sample.token_ids) for _, sample in samples]
-    of_loss = np.full((3, sum(lengths)), np.nan, np.float32)
-    found = [
-        values.of_samples.get(number, np.full((3, sample.num_loss_tokens), np.nan))
-        for number, sample in samples
-    ]
-    of_loss[:, columns["loss_mask"]] = np.concatenate(found, axis=1)
+    lengths = [len(sample.token_ids) for sample in samples]
+    values = np.concatenate([of_tokens[id(sample)] for sample in samples], axis=1)
     return columns | {
+        "has_tokens": True,
         "sample": np.repeat(np.arange(len(lengths), dtype=np.int32), lengths),
         "token_texts": texts.of(columns["token_ids"]),
-        "trainer_logprobs": of_loss[0],
-        "entropy": of_loss[1],
-        "is_masked": of_loss[2] > 0,
+        "trainer_logprobs": values[0],
+        "entropy": values[1],
+        "is_masked": values[2] > 0,
     }
