@@ -16,7 +16,6 @@ import json
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any, Self
-from weakref import WeakKeyDictionary
 
 import aiohttp
 from aiohttp import web
@@ -158,10 +157,6 @@ class _ChatSession(HarnessSession):
         await self.tools.aclose()
 
 
-# Requests must have a protocol. One for each server does, because it is never connected.
-_protocols: WeakKeyDictionary[web.Server, web.RequestHandler] = WeakKeyDictionary()
-
-
 def post_in_memory(runner: web.AppRunner, secret: str) -> Post:
     """Return what calls the application without a socket. It raises whatever the application
     raises; an HTTP server would reply 500.
@@ -174,9 +169,7 @@ def post_in_memory(runner: web.AppRunner, secret: str) -> Post:
         secret: the rollout's.
     """
     server: Any = runner.server
-    if server not in _protocols:
-        _protocols[server] = server()
-    protocol = _protocols[server]
+    protocol = server()  # requests must have one; it is never connected
     headers = CIMultiDict({"Authorization": f"Bearer {secret}", "Content-Type": "application/json"})
     fixed = CIMultiDictProxy(headers), (), False, None, False, False
 
