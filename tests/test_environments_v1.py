@@ -26,7 +26,7 @@ from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
 from verifiers_rl.envs.make import make_runner
 from verifiers_rl.envs.records import text_of
 from verifiers_rl.envs.v1 import V1Environment, samples_from_trace
-from verifiers_rl.envs.v1_client import AssistantMessage, biased_options
+from verifiers_rl.envs.v1_client import AssistantMessage
 from verifiers_rl.envs.v1_loading import load_v1_environment
 from verifiers_rl.envs.workers import pack_group, unpack_group
 from verifiers_rl.inference.packed_tokens import pack_sampled, unpack_ids
@@ -757,43 +757,6 @@ def test_an_image_in_a_prompt_is_refused_at_the_start(tokenizer, tmp_path):
     (rollout,), requests = play(env, tokenizer, tmp_path, lambda _: "yes")
     assert "images and other media are not trained yet" in str(rollout.error)
     assert len(requests) == 1
-
-
-def test_sampling_that_biases_logprobs_is_warned_of_once(tokenizer, tmp_path, caplog):
-    options = {"top_p": 0.5, "top_k": 5, "max_tokens": 2, "extra_body": {"min_p": 0.1}}
-    env = load(id="team_env", harness=None, writer={"sampling": options})
-    rollouts, _ = play(env, tokenizer, tmp_path, lambda _: "yes", num_rollouts=3, top_p=0.9)
-    assert not any(rollout.error for rollout in rollouts)
-    said = [r.getMessage() for r in caplog.records if "the agent" in r.getMessage()]
-    assert sorted(line.split("samples with ")[1].split(",")[0] for line in said) == [
-        "min_p=0.1", "top_k=5", "top_p=0.5",
-    ]  # fmt: skip
-    assert all("the agent 'writer'" in line and "watch mismatch_kl" in line for line in said)
-
-
-@pytest.mark.parametrize(
-    ("body", "warns"),
-    [
-        ({"response_format": {"type": "json_object"}}, True),
-        ({"tool_choice": "required"}, True),
-        ({"repetition_penalty": 1.2}, True),
-        ({"logit_bias": {"5": 1.0}}, True),
-        ({"response_format": {"type": "text"}, "tool_choice": "auto", "top_p": 1.0}, False),
-        ({"stop": ["x"], "seed": 3, "logit_bias": {}, "top_p": None}, False),
-    ],
-)
-def test_what_a_harness_asks_for_is_warned_of_too(body, warns):
-    assert len(biased_options(body, {"temperature": 0.7, "top_p": 1.0})) == warns
-
-
-def test_the_option_of_a_harness_reaches_the_warning(tokenizer, tmp_path, caplog, monkeypatch):
-    import streaming_harness
-
-    monkeypatch.setattr(streaming_harness, "EXTRA", {"response_format": {"type": "json_object"}})
-    here = {"runtime": {"type": "subprocess"}}
-    env = load(harness={"id": "streaming_harness"}, agent=here)
-    play(env, tokenizer, tmp_path, lambda _: "yes")
-    assert "samples with response_format={'type': 'json_object'}" in caplog.text
 
 
 SECRETS = {"VERIFIERS_RL_TOKEN": "s1", "HF_TOKEN": "s2", "AWS_SECRET_ACCESS_KEY": "s3"}
