@@ -148,7 +148,9 @@ def test_groups_of_workers_are_those_of_this_process(tokenizer, tmp_path, foreig
             record, same_record = json.loads(rollout.record), json.loads(other.record)
             assert len(record["turns"]) == rollout.num_turns and same_record["begun_at"]
             assert same_record["messages"] == record["messages"]
-            assert [*map(values_of, other.samples)] == [*map(values_of, rollout.samples)]
+            for sample, own in zip(other.samples, rollout.samples, strict=True):
+                assert sample.token_ids.tolist() == own.token_ids.tolist()
+                assert sample.loss_mask.tolist() == own.loss_mask.tolist()
     check_tokens([rollout for group in there for rollout in group], requests)
 
 

@@ -100,7 +100,7 @@ class ForeignEnvironment:
         }
         # A worker says how many examples there are. An event loop may run here, so it has a thread.
         thread, pool = LoopThread("describing"), WorkerPool(1, options.timeout_s, python)
-        pool.add(self, is_quiet=False)
+        pool.add(self.name, self._recipe, is_quiet=False)
         try:
             (facts,) = thread.run(pool.open()).result()
         finally:

@@ -201,7 +201,7 @@ class WorkerEnvironment:
         self.weights, self.sizes = env.weights, env.sizes
         self.description = env.description.replace("in this process", "in rollout workers")
         self.open, self.close = pool.open, pool.close
-        self._number = pool.add(env)
+        self._number = pool.add(env.name, env.recipe())
 
     async def run_group(self, request: GroupRequest) -> list[Rollout]:
         """Do as `EnvRunner.run_group`, in a worker. If the worker dies, the group begins again.
@@ -242,20 +242,21 @@ class WorkerPool:
         self._make = partial(Worker, self._recipes, timeout_s, python)
         self._num_workers, self.workers = num_workers, list[Worker]()
 
-    def add(self, env: PortableEnvironment, is_quiet: bool = True) -> int:
+    def add(self, name: str, recipe: Any, is_quiet: bool = True) -> int:
         """Take up an environment; return its number.
 
         Args:
+            name: of the environment.
+            recipe: see `PortableEnvironment.recipe`.
             is_quiet: what it logs as it is made was said when it was made the first time.
 
         Raises:
             NotPortableError: a worker could not make it again.
         """
-        recipe = env.recipe()
         if not isinstance(recipe, dict):
             data = pickle_for_worker(recipe)
             recipe = {"pickled": base64.b64encode(data).decode(), "script": needs_script(data)}
-        self._recipes.append({"name": env.name, "is_quiet": is_quiet, **recipe})
+        self._recipes.append({"name": name, "is_quiet": is_quiet, **recipe})
         return len(self._recipes) - 1
 
     async def open(self) -> list[dict[str, Any]]:
