@@ -283,8 +283,9 @@ def test_max_prompt_len_leaves_examples_out(caplog):
     assert "1 prompts longer than max_prompt_len=3 left out" in caplog.text
     assert ClassicEnvironment(env, with_options(max_seq_len=4)).sizes("train") == [2]
     assert "1 prompts that fill max_seq_len=4 (raise it, or set max_prompt_len)" in caplog.text
-    with pytest.raises(InvalidEnvironmentError, match=r"no example; \d had overlong"):
-        ClassicEnvironment(make_env(questions=["abcdef"]), with_options(max_prompt_len=3))
+    for questions in (["abcdef"], []):
+        with pytest.raises(InvalidEnvironmentError, match=r"no example; \d had overlong"):
+            ClassicEnvironment(make_env(questions=questions), with_options(max_prompt_len=3))
 
 
 class Conversation(vf.MultiTurnEnv):
@@ -415,15 +416,6 @@ def test_an_environment_that_cannot_be_loaded_is_one_error(tmp_path, monkeypatch
     assert "'me/no-such'" in said and "is installed" in said and "No module named" in said
     (tmp_path / "odd_env.py").write_text("def load_environment(size=3): return size\n")
     assert "argument 'sise'" in error_of(id="odd-env", args={"sise": 1})
-
-
-def test_an_empty_dataset_is_refused():
-    env = vf.SingleTurnEnv(
-        dataset=Dataset.from_dict({"question": [], "answer": []}),
-        rubric=vf.Rubric(funcs=[lambda completion: 1.0]),
-    )
-    with pytest.raises(InvalidEnvironmentError, match="no example"):
-        ClassicEnvironment(env, with_options())
 
 
 def test_the_example_is_the_task_of_the_v1_example(monkeypatch):

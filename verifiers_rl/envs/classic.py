@@ -166,8 +166,8 @@ class ClassicEnvironment:
         """Return the dataset without the examples whose first prompt is too long."""
         options = self.options
         is_rendered_here = options.max_prompt_len or options.client_type.endswith("_token")
-        if options.tokenizer is None or not is_rendered_here:
-            return dataset
+        if options.tokenizer is None or not is_rendered_here or not len(dataset):
+            return dataset  # an empty one has no columns
         is_longer, limit = Renderer(options.tokenizer).is_longer, options.prompt_limit
         template, prompts = options.chat_template_kwargs, dataset["prompt"]
         kept = [i for i, prompt in enumerate(prompts) if not is_longer(prompt, limit, **template)]
