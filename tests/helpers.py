@@ -49,6 +49,7 @@ from verifiers_rl.types import (
     columns_of,
     join_samples,
     split_samples,
+    token_bytes,
 )
 
 ROOT = Path(__file__).parent.parent
@@ -242,11 +243,11 @@ def values_of(sample: Sample) -> list[list[Any]]:
 def sent(samples: list[Sample]) -> list[Sample]:
     """Copies of the samples, as another process gets them."""
     lengths = [len(sample.token_ids) for sample in samples]
-    columns = {n: np.empty(sum(lengths), dtype) for n, dtype in columns_of(samples).items()}
-    join_samples(samples, columns)
-    for column in columns.values():
-        column.flags.writeable = False
-    return split_samples(columns, lengths)
+    columns = columns_of(samples)
+    flat = np.empty(sum(lengths) * token_bytes(columns), np.uint8)
+    join_samples(samples, columns, flat)
+    flat.flags.writeable = False
+    return split_samples(flat, columns, lengths)
 
 
 class GlooGroup:
@@ -680,7 +681,7 @@ def run_script(folder: Path, text: str, *words: str, launcher: Sequence[str] = T
 async def serving(handler, path="/v1/chat/completions"):
     """The base URL of an HTTP server on loopback that answers this path with the handler."""
     app = web.Application()
-    app.router.add_post(path, handler)
+    app.router.add_route("*", path, handler)
     runner = web.AppRunner(app, shutdown_timeout=1, handler_cancellation=True)
     await runner.setup()
     try:

@@ -22,12 +22,18 @@ class OneBatch(StubSource):
 
 
 def step_values(trainer):
-    """What the trainer's values are after one step: logprobs, entropies, masks of each sample."""
+    """What the trainer's values are after one step: logprobs, entropies, masks of the loss tokens of
+    each sample. Those of other tokens must be NaN.
+    """
     trainer.orchestrator.start()
     trainer.state.max_steps = 1
     trainer.training_step(trainer.model, {})
-    values = trainer._files._values
-    return values and values.of_samples
+    if trainer._files._values is None:
+        return None
+    found = trainer._files._values.of_samples
+    samples = [(i, s) for i, s in enumerate(trainer.batch.samples) if id(s) in found]
+    assert all(np.isnan(found[id(s)][:, ~s.loss_mask]).all() for _, s in samples)
+    return {i: found[id(s)][:, s.loss_mask] for i, s in samples}
 
 
 @pytest.mark.parametrize("options", [

@@ -465,7 +465,7 @@ def test_logged_values_by_hand(make_trainer):
     trainer.support = ModelSupport("padded")
     trainer._window.on_step_begin(None, None, None)
     batch_gradients(trainer, samples)
-    trainer._window.on_step_end(None, None, None)
+    trainer._window.on_step_end(None, trainer.state, None)
     trainer.log({"loss": 0.0})
     (row,) = trainer.state.log_history
     lengths = sorted(len(sample.token_ids) for sample in samples)

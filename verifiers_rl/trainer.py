@@ -64,8 +64,6 @@ from verifiers_rl.packing import Microbatch, ModelSupport, collate, copy_to, pla
 from verifiers_rl.process.interrupts import Interrupted, Interrupts
 from verifiers_rl.process.terminal import print_all_characters
 from verifiers_rl.report.metrics import (
-    EarlyWarnings,
-    RunFilesCallback,
     StepCounts,
     StepWindow,
     TokenMeans,
@@ -73,7 +71,7 @@ from verifiers_rl.report.metrics import (
     model_flops,
     replace_progress_bar,
 )
-from verifiers_rl.report.recording import RolloutFiles
+from verifiers_rl.report.recording import RunFiles
 from verifiers_rl.report.run_folder import enter_run_folder
 from verifiers_rl.sync.sources import gathering
 from verifiers_rl.types import Batch, BatchSource, WeightSink
@@ -164,13 +162,12 @@ class RLTrainer(SavingTrainer):
         self._lora_sync = broadcast_outcome({"lora_sync": lora_sync}, args.device)["lora_sync"]
         self._interrupts, self._window = Interrupts(), StepWindow()
         self.evaluations = Evaluations(self)
-        self.checkpoints, self._files = Checkpoints(self, self._window), RolloutFiles(self)
+        self.checkpoints, self._files = Checkpoints(self, self._window), RunFiles(self)
         if (adaptive_kl := adaptive_kl_of(self.loss_fn)) is not None:
             self.checkpoints.kept["adaptive_kl"] = adaptive_kl
         if not args.disable_tqdm:
             replace_progress_bar(self)
-        own = (RunFilesCallback(), EarlyWarnings(self._window), self._window)
-        for callback in (self.checkpoints, self._files, *own):
+        for callback in (self.checkpoints, self._files, self._window):
             self.add_callback(callback)
         self.callback_handler.callbacks.insert(0, self.evaluations)  # before others close files
 
