@@ -5,6 +5,8 @@ import verifiers.v1 as vf
 
 __all__ = ["StreamingHarness"]
 
+EXTRA: dict = {}  # more of the request
+
 
 class StreamingConfig(vf.HarnessConfig):
     pass
@@ -16,7 +18,7 @@ class StreamingHarness(vf.Harness[StreamingConfig]):
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
         body = {"model": ctx.model, "messages": [{"role": "user", "content": data.prompt}]}
-        body |= {"stream": True, "max_completion_tokens": 10_000}
+        body |= {"stream": True, "max_completion_tokens": 10_000} | EXTRA
         headers = {"Authorization": f"Bearer {secret}"}
         async with (
             aiohttp.ClientSession(headers=headers) as session,

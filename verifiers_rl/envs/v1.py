@@ -97,6 +97,7 @@ class V1Environment:
         self._given, self.num_overlong_prompts = env, 0
         self.taskset = env if isinstance(env, vf.Taskset) else env.taskset
         self.renderer = Renderer(options.tokenizer)
+        self.warned: set[tuple[str, str]] = set()  # agents and options that bias logprobs
         self._serving: asyncio.Task[None] | None = None
         try:
             if options.client_type != "openai_chat_completions_token":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from base64 import b64encode
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,7 +23,24 @@ if TYPE_CHECKING:
     from verifiers_rl.envs.v1 import V1Environment
     from verifiers_rl.requests import GroupRequest
 
+logger = logging.getLogger(__name__)
+
+# Request options that only take tokens away. With a mask, the trainer knows which they left.
+_OF_MASK = {"top_p", "top_k", "min_p", "bad_words", "allowed_token_ids", "min_tokens", "ignore_eos"}
+# These too make vLLM sample from another distribution than the softmax of the logits.
+_OTHERS = {"repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"}
+_OTHERS |= {"tool_choice", "response_format", "structured_outputs"}
 CONTEXT = "context length"  # by these words, harnesses recognize a prompt that is too long
+_NEUTRAL: tuple[Any, ...] = (None, 0, {}, [], "auto", "none", {"type": "text"})
+
+
+def biased_options(request: Mapping[str, Any], of_run: Mapping[str, Any]) -> list[str]:
+    """Return the options by which a request's tokens come from another distribution than the
+    trainer's. Options equal to the run's are left out: `make_runner` warned of them.
+    """
+    names = _OTHERS if of_run.get("sampling_mask") else _OTHERS | _OF_MASK
+    given = [(name, request[name]) for name in names & request.keys()]
+    return [name for name, value in given if value not in (*_NEUTRAL, of_run.get(name))]
 
 
 class Said(NamedTuple):
@@ -52,6 +70,17 @@ class TokenClientConfig(vf.TrainClientConfig):
         client._sampling = {**request.sampling_args}
         client._sampling |= client._sampling.pop("extra_body", {})
         return client
+
+    def warn_of_bias(self, agent: str, request: Mapping[str, Any]) -> None:
+        """Warn once for each agent and option by which importance ratios are off."""
+        for name in biased_options(request, self._sampling):
+            if (agent, name) not in self._runner.warned:
+                self._runner.warned.add((agent, name))
+                logger.warning(
+                    "environment %r: the agent %r samples with %s=%r, from another distribution "
+                    "than the trainer's softmax; importance ratios will be off, watch mismatch_kl",
+                    *(self._runner.name, agent, name, request[name]),
+                )
 
     def said_in(self, trace: vf.Trace) -> list[Said]:
         """Return all that the policy has said in a trace, also what the environment has put other
@@ -127,6 +156,7 @@ class TokenClient(vf.Client):
             request.pop(name, None)
         if request.get("sampling_mask") and request.get("top_k") in (None, -1, 0):
             request["top_k"] = episode._sampling["top_k"]  # an agent has taken the limit away
+        episode.warn_of_bias(turn.trace.agent.name, request)
         max_seq_len = episode._runner.options.max_seq_len
         room = max_seq_len - len(prompt_ids)
         request["max_tokens"] = min(options.get("max_tokens") or room, room)
