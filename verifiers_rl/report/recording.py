@@ -1,5 +1,5 @@
-"""Writes what a run did, step by step: run.json, metrics.jsonl, the files of rollouts. A
-thread makes the rows of a step and writes them, while the trainer goes on.
+"""Writes what a run did, step by step: run.json, metrics.jsonl, the files of rollouts, tables for
+people and trackers. A thread makes the rows of a step and writes them, while the trainer goes on.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from verifiers_rl.report.run_folder import (
     write_run,
     writing,
 )
-from verifiers_rl.report.trackers import name_wandb_project, print_rollouts
+from verifiers_rl.report.trackers import name_wandb_project, print_rollouts, send_table
 from verifiers_rl.types import Batch, Rollout, Sample, SampleSizes, Split
 
 logger = logging.getLogger(__name__)
@@ -51,8 +51,8 @@ _DISTRIBUTIONS = ("torch", "transformers", "verifiers", "verifiers-rl", "vllm", 
 
 
 class RunFiles(TrainerCallback):
-    """Writes run.json, metrics.jsonl and the files of rollouts (rollouts.py), and prints tables of
-    rollouts.
+    """Writes run.json, metrics.jsonl and the files of rollouts (rollouts.py), prints tables of
+    rollouts, and sends them to trackers.
 
     Args:
         trainer: the `RLTrainer`, of which it reads `args`, `batch`, `orchestrator`, `state`,
@@ -188,10 +188,13 @@ class RunFiles(TrainerCallback):
             self._folder.mkdir(parents=True, exist_ok=True)
             with writing(target), target.open("a", encoding="utf-8") as file:
                 file.write(as_line(row) + "\n")
-        batch, shows = self._trainer.batch, args.log_rollouts and not args.disable_tqdm
-        if shows and batch is not None and batch.rollouts and "step_s" in logs:
+        batch, shows = self._trainer.batch, args.log_rollouts and "step_s" in logs
+        if shows and batch is not None and batch.rollouts:
             with showing("a table of rollouts"):
-                print_rollouts(batch.rollouts, state.global_step)
+                if not args.disable_tqdm:
+                    print_rollouts(batch.rollouts, state.global_step)
+                if "wandb" in args.report_to:
+                    send_table(batch.rollouts, state.global_step)
 
     def _append(
         self,
