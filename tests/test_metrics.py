@@ -100,6 +100,20 @@ def test_the_peak_memory_of_a_process_is_logged():
     assert before <= after and after > block.nbytes / 1e9
 
 
+def test_ten_batches_of_one_reward_a_group_draw_one_warning(caplog):
+    window, state, warned = StepWindow(), SimpleNamespace(is_world_process_zero=True), []
+    # The ninth of these differs, which starts the count anew.
+    for step in range(1, 40):
+        caplog.clear()
+        window.add({"uniform_group_share": 0.9 if step == 9 else 1.0, "reward": 0.25})
+        window.on_step_end(None, state, None)
+        warned += [step] * len(caplog.messages)
+        if caplog.messages:
+            assert "in the last 10 batches no group had two different rewards" in caplog.text
+            assert "mean is 0.25" in caplog.text
+    assert warned == [19]
+
+
 @pytest.mark.parametrize(
     ("mismatch_kl", "staleness", "num_warnings"),
     [(0.064, 0.0, 1), (0.01, 0.0, 0), (0.064, 0.5, 0)],

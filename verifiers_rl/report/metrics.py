@@ -216,23 +216,24 @@ class StepCounts:
 # square of that: below 0.001. It is ten times as much where rounding also changes the choice of
 # experts.
 FIRST_MISMATCH_KL = 0.02
+UNIFORM_STEPS = 10  # so many batches in a row that teach nothing draw a warning
 
 
 class StepWindow(TrainerCallback):
     """The steps since the last line of logs: their metrics, and the time that each took, in which
-    evaluations and checkpoints between the steps do not count. The first step of a run draws a
-    warning if the server does not sample from the model that is trained.
+    evaluations and checkpoints between the steps do not count. Warns if nothing can be learned,
+    and, at the first step of a run, if the server does not sample from the model that is trained.
     """
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
-        self._step_began, self._is_first = 0.0, True
+        self._step_began, self._is_first, self._num_uniform = 0.0, True, 0
 
     def add(self, metrics: dict[str, float]) -> None:
         self.steps.append(metrics)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._is_first = True
+        self._is_first, self._num_uniform = True, 0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._step_began = time.monotonic()
@@ -240,6 +241,17 @@ class StepWindow(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         metrics = self.steps[-1]
         metrics["step_s"] = time.monotonic() - self._step_began
+        # No advantage_fn has made a difference of its own.
+        is_uniform = metrics.get("uniform_group_share") == 1.0 and not metrics.get("advantage_abs")
+        self._num_uniform = self._num_uniform + 1 if is_uniform else 0
+        if self._num_uniform == UNIFORM_STEPS and state.is_world_process_zero:
+            logger.warning(
+                "nothing can be learned: in the last %d batches no group had two different "
+                "rewards; their mean is %.3g. Does the reward depend on the reply? If it does, "
+                "take easier or harder examples, or raise temperature or rollouts_per_example, so "
+                "that replies to one example differ",
+                *(UNIFORM_STEPS, metrics.get("reward", float("nan"))),
+            )
         # The weights of both sides are equal in the first step, if its batch is new.
         is_equal = self._is_first and metrics.get("staleness") == 0.0
         self._is_first, mismatch_kl = False, metrics.get("mismatch_kl", 0.0)
