@@ -22,8 +22,8 @@ class OneBatch(StubSource):
 
 
 def step_values(trainer):
-    """What the trainer's values are after one step: logprobs, entropies, masks of the loss tokens of
-    each sample. Those of other tokens must be NaN.
+    """The trainer's values of the loss tokens of each sample after one step: logprobs, entropies,
+    masks. Those of other tokens must be NaN.
     """
     trainer.orchestrator.start()
     trainer.state.max_steps = 1
