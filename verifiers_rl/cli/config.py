@@ -552,10 +552,17 @@ class RunConfig(TrainConfig):
                 raise InvalidEnvironmentError(str(where)) from error
             loaded.append(
                 WeightedEnv(
-                    env, table.own_name, table.weight, table.sampling, table.only,
-                    table.eval_examples, scorers.get(number), table.python, self.folders,
+                    env,
+                    table.own_name,
+                    table.weight,
+                    table.sampling,
+                    table.only,
+                    table.eval_examples,
+                    scorers.get(number),
+                    table.python,
+                    self.folders,
                 )
-            )  # fmt: skip
+            )
         return loaded
 
     def path_of_env(self, number: int) -> Key:

@@ -118,9 +118,13 @@ class WeightSyncWorker:
                 )
         if nccl_id is not None:
             self._nccl = NcclTransport(
-                1 + self._number, 1 + parallel.world_size_across_dp, self.device, timeout_s,
-                nccl_id, self._shared.is_given_up,
-            )  # fmt: skip
+                1 + self._number,
+                1 + parallel.world_size_across_dp,
+                self.device,
+                timeout_s,
+                nccl_id,
+                self._shared.is_given_up,
+            )
             self._nccl.wait_until_connected()
 
     @returning_error
