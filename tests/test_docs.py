@@ -419,7 +419,7 @@ def metrics():
 def known_names():
     options = {option.name for option in fields(RLConfig)}
     tables = {"gpus", "model", "env", "weight", "class", "max_turns", "args", "replicas"}
-    tables |= {"trainer_nodes", "inference_nodes", "import_from", "env_file"}  # other keys of a TOML
+    tables |= {"trainer_nodes", "inference_nodes", "import_from", "env_file"}
     tables.add("chat_template_kwargs")  # of an agent's sampling
     flags = {flag[2:].replace("-", "_") for flag in server_flags()}
     arguments = {"loss_fn", "advantage_fn", "example_order", "peft_config"}
