@@ -94,8 +94,7 @@ FORKS = {
         """\
         first = np.arange(len(batch.sizes.lengths)) % 2 == 0
         loss = self.train_on(model, batch, means, first)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.update_now(model)
         loss += self.train_on(model, batch, means, ~first)
 """,
     ),

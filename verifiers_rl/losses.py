@@ -461,7 +461,7 @@ def dppo(inputs: LossInputs, max_divergence: float = 0.2) -> LossOutputs:
 
 
 def cross_entropy(inputs: LossInputs) -> LossOutputs:
-    """The loss of supervised finetuning (sft.py), without rewards: L = - sum_t logprob_t."""
+    """The loss of supervised finetuning (`vf-sft`), without rewards: L = - sum_t logprob_t."""
     return LossOutputs(-(inputs.weights * inputs.trainer_logprobs).sum())
 
 

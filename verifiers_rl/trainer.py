@@ -146,7 +146,6 @@ class RLTrainer(SavingTrainer):
         # Trainer requires a dataset for eval_strategy. Evaluations use the environment's own.
         trainer_kwargs["eval_dataset"] = []
         super().__init__(policy, args, processing_class=processing_class, **trainer_kwargs)
-        self.loss_is_scaled_for_ga = True  # `train_on` does it once, for the whole batch
         self.batch: Batch | None = None  # that is being trained on
         self._env, self._is_serving = env, False
         self._counts, self._metrics = StepCounts(), dict[str, float]()  # of the step
@@ -271,8 +270,7 @@ class RLTrainer(SavingTrainer):
 
         Args:
             chosen: (S,) bool, the samples to train on; all by default. A step of two updates calls
-                this for a part of the samples, then `self.optimizer.step()` and `zero_grad()`, and
-                again for the others. `checkpoints.can_repeat_step` is False in between.
+                this for a part of the samples, then `update_now`, and again for the others.
         """
         args, sizes = self.args, batch.sizes
         num_loss_tokens = sizes.num_loss_tokens
@@ -303,6 +301,16 @@ class RLTrainer(SavingTrainer):
         with self.checkpoints.saving_on_error():
             raise_if_gradient_not_finite(model)
         return batch_loss
+
+    def update_now(self, model: nn.Module) -> None:
+        """Take a step of the optimizer between two calls of `train_on`. Trainer takes the last one
+        of a batch. In between, signals wait and nothing is saved: the step could not be repeated.
+        """
+        self.checkpoints.can_repeat_step = False
+        if self.args.max_grad_norm:
+            self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def _microbatches(
         self, batch: Batch, is_computed: np.ndarray, weights: Sequence[float]
