@@ -67,7 +67,7 @@ def test_what_is_not_computed_is_nan_and_what_is_masked_is_marked(make_trainer):
     def mask_first(inputs):
         return torch.arange(len(inputs.weights)) == 0
 
-    @needs("advantages")
+    @needs("nonzero_advantages")
     def plain(inputs):
         loss = -(inputs.weights * inputs.advantages * inputs.trainer_logprobs).sum()
         return LossOutputs(loss, {"masked_share/mine": mask_first(inputs).float()})

@@ -284,7 +284,7 @@ class RLTrainer(SavingTrainer):
         )
         # Samples without gradient count in the denominator, but are not computed.
         is_computed = num_loss_tokens > 0
-        if "advantages" in needs_of(self.loss_fn):
+        if "nonzero_advantages" in needs_of(self.loss_fn):
             is_computed &= sizes.has_advantage > 0
         model.train()
         batch_loss = torch.zeros((), device=args.device)
