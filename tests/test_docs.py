@@ -236,9 +236,9 @@ def write_adapter(folder):
 @pytest.mark.parametrize("page", pages_with("python"))
 def test_python_runs(page, in_docs_folder):
     """Each block is run as a script, with a trainer that only checks what it is given."""
-    if page == "docs/after_training.md":
+    if page == "docs/resume.md":
         write_adapter(in_docs_folder)
-    if page == "docs/rollouts_on_disk.md":
+    if page == "docs/watching.md":
         write_fake_run(in_docs_folder / "outputs" / "rl", 400, num_steps=20, tokens_of=0.5)
     tokenizer = load_example("warm_start").make_tokenizer()
     # As a program, an environment with tools would serve them.
@@ -259,7 +259,7 @@ def test_python_runs(page, in_docs_folder):
             assert sum(runner.sizes("train")) > 0
             if trainer.replaced.advantage_fn is not None:
                 as_numbers(trainer.replaced.advantage_fn(make_group()), 2)
-    if page == "docs/after_training.md":
+    if page == "docs/resume.md":
         merged = transformers.AutoModelForCausalLM.from_pretrained("outputs/merged")
         ids = torch.arange(5)[None]
         assert not torch.equal(merged(ids).logits, make_tiny_model()(ids).logits)
@@ -419,6 +419,7 @@ def metrics():
 def known_names():
     options = {option.name for option in fields(RLConfig)}
     tables = {"gpus", "model", "env", "weight", "class", "max_turns", "args", "replicas"}
+    tables |= {"trainer_nodes", "inference_nodes", "import_from", "env_file"}
     tables.add("chat_template_kwargs")  # of an agent's sampling
     flags = {flag[2:].replace("-", "_") for flag in server_flags()}
     arguments = {"loss_fn", "advantage_fn", "example_order", "peft_config"}

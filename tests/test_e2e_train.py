@@ -391,7 +391,7 @@ def test_the_flat_example_runs_on_a_cpu_with_another_model_and_environment(warm_
     run_python("-m", "verifiers_rl.cli.rl", "--eject", tmp_path)
     edit(tmp_path / "my_trainer.py", ("**token_means}", '**token_means, "my_mark": 42.5}'))
     page = (ROOT / "docs" / "configuration.md").read_text()
-    (tmp_path / "hosted.toml").write_text(re.findall(r"```toml\n(.*?)```", page, re.DOTALL)[1])
+    (tmp_path / "hosted.toml").write_text(re.findall(r"```toml\n(.*?)```", page, re.DOTALL)[0])
     (tmp_path / "secrets.env").write_text("JUDGE_NOTE=veiled-9431\n")
     module = (ROOT / "examples" / "reverse_text" / "reverse_text.py").read_text()
     (tmp_path / "reverse_text.py").write_text(module + SPY)

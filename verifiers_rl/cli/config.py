@@ -52,7 +52,7 @@ gpus = 1                         # 0: CPU
 class = "my_trainer:MyTrainer"   # in place of RLTrainer: installed, or a module beside this file
 [trainer.args]                   # fields of RLConfig; loss and advantage may be "module:function"
 
-[cluster]                        # several machines (docs/clusters.md); [inference] and [trainer]
+[cluster]                        # several machines (docs/scaling.md); [inference] and [trainer]
                                  # are of each
 trainer_nodes = 2                # places for ranks, each with `[trainer] gpus`; by default 1
 inference_nodes = 2              # places for servers, each for all replicas; by default 1, and with
