@@ -309,8 +309,9 @@ class RLTrainer(SavingTrainer):
         self.checkpoints.can_repeat_step = False
         if self.args.max_grad_norm:
             self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        optimizer: Any = self.optimizer
+        optimizer.step()
+        optimizer.zero_grad()
 
     def _microbatches(
         self, batch: Batch, is_computed: np.ndarray, weights: Sequence[float]
