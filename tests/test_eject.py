@@ -1,6 +1,7 @@
 """`vf-rl --eject`: the copies train as the originals do, and an edit in either has an effect."""
 
 import importlib
+import subprocess
 import sys
 from pathlib import Path
 
@@ -150,10 +151,17 @@ def test_the_copies_are_the_originals_but_for_one_import(tmp_path, run_eject, mo
         head, *lines = (tmp_path / name).read_text().splitlines()
         assert f"{verifiers_rl.__version__}, {original}" in head
         expected = (PACKAGE / original).read_text().splitlines()
+        lines.remove("import verifiers_rl  # before transformers")
         changed = [pair for pair in zip(expected, lines, strict=True) if pair[0] != pair[1]]
         own = ("from verifiers_rl.orchestrator import Orchestrator",
                "from my_orchestrator import Orchestrator")  # fmt: skip
         assert changed == ([own] if name == "my_trainer.py" else [])
+
+
+def test_a_script_may_import_the_copy_first(tmp_path, run_eject):
+    assert run_eject("--eject", str(tmp_path))[0] == 0
+    code = "from my_trainer import RLTrainer; import transformers; transformers.Trainer"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=120)
 
 
 def test_a_fork_that_is_there_already_is_not_overwritten(tmp_path, run_eject):

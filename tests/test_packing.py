@@ -8,7 +8,7 @@ import torch
 
 from tests.helpers import sent, values_of
 from verifiers_rl.packing import collate, plan_microbatches
-from verifiers_rl.types import Sample
+from verifiers_rl.types import ROUTED_EXPERTS, Sample, SampleSizes
 
 
 def make_sample(length, advantage=0.5):
@@ -147,6 +147,14 @@ def test_an_empty_microbatch_is_one_row_without_loss():
     assert not microbatch.has_loss and microbatch.num_tokens == 0
     assert microbatch.targets.token_ids.tolist() == [9]  # which the loss must not count
     assert microbatch.targets.weights.tolist() == [0]
+    # A loss finds the columns of the batch in it, without a value.
+    sample = make_sample(3, 0.1)
+    sample.extras |= {"mark": np.ones((3, 2), np.int8), "score": np.ones(3, np.float32)}
+    sample.extras[ROUTED_EXPERTS] = np.ones((3, 1, 1), np.uint8)
+    columns = SampleSizes.of([sample]).columns
+    extras = collate([], [], [], 9, columns_of_batch=columns).targets.extras
+    assert extras.keys() == {"mark", "score"} and extras["mark"].tolist() == [[-1, -1]]
+    assert extras["mark"].dtype == torch.int8 and extras["score"].isnan().tolist() == [True]
 
 
 def test_samples_survive_the_way_to_another_rank():

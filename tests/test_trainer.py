@@ -45,7 +45,7 @@ from tests.reference import (
     switch_checkpointing_on,
     with_logprobs_near,
 )
-from verifiers_rl import LossOutputs, RLConfig, cispo, forward, logprobs
+from verifiers_rl import LossOutputs, RLConfig, RLTrainer, cispo, forward, logprobs
 from verifiers_rl.config import ConfigError
 from verifiers_rl.data import example_index
 from verifiers_rl.inference.client import InferenceServerError, ServerLostError
@@ -220,6 +220,44 @@ def test_gradient_checkpointing_changes_memory_not_gradients(make_trainer, use_l
     (plain, forwards), (checkpointed, with_recomputation) = run(False), run(True)
     assert with_recomputation == 2 * forwards
     assert_close(checkpointed, plain, rtol=1e-4, atol=1e-6)
+
+
+class TwoUpdates(RLTrainer):
+    """Trains on none of the samples, takes a step of the optimizer, then trains on all of them."""
+
+    def train_on(self, model, batch, means, chosen=None):
+        none = np.zeros(len(batch.samples), bool)
+        super().train_on(model, batch, means, none)
+        self.gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+        before = weights_of(self.model)
+        self.update_now(model)
+        after = weights_of(self.model)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        self.orchestrator.fails = self.state.global_step == 1
+        loss = super().train_on(model, batch, means)  # where errors of the rollouts wait
+        self.between.append(self.checkpoints.can_repeat_step)
+        return loss
+
+
+def test_a_part_of_a_batch_without_loss_tokens_changes_nothing_and_errors_wait(make_trainer):
+    class Failing(StubSource):
+        fails = False
+
+        def raise_if_failed(self):
+            if self.fails:
+                raise RuntimeError("a rollout broke")
+
+        def get(self):
+            self.raise_if_failed()
+            return super().get()
+
+    trainer = make_trainer(source=Failing(), kind=TwoUpdates, save_strategy="steps", save_steps=9)
+    trainer.gradients, trainer.between = [], []
+    with pytest.raises(RuntimeError, match="a rollout broke"):
+        trainer.train()
+    assert trainer.gradients == [[], []] and trainer.between == [False, False]
+    # The step in which the rollouts failed is complete, and saved.
+    assert Path(trainer.args.output_dir, "checkpoint-2").is_dir()
 
 
 def test_no_update_is_made_with_a_batch_without_loss_tokens(make_trainer):

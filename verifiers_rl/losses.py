@@ -64,8 +64,8 @@ class LossOutputs:
 
     Attributes:
         loss: scalar, the sum over loss tokens.
-        metrics: (N,) detached tensors by name; the trainer logs their mean over the batch's loss
-            tokens.
+        metrics: (N,) detached tensors by name; the trainer logs their mean over the loss tokens of
+            the batch that were computed, see `needs`.
     """
 
     loss: Tensor

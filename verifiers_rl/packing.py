@@ -33,7 +33,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verifiers_rl.types import ROUTED_EXPERTS, Sample, SampleSizes, columns_of, join_column
+from verifiers_rl.types import (
+    ROUTED_EXPERTS,
+    Columns,
+    Sample,
+    SampleSizes,
+    columns_of,
+    join_column,
+)
 
 Layout = Literal["flat", "packed", "padded"]
 Rows = list[list[int]]  # for each row, the indices of its samples
@@ -333,6 +340,7 @@ def collate(
     weights: Sequence[float],
     pad_token_id: int,
     num_shared: Sequence[int] | np.ndarray | None = None,
+    columns_of_batch: Columns | None = None,
 ) -> Microbatch:
     """Lay out samples as rows of equal width. Without rows, return one padding row without loss.
 
@@ -342,6 +350,7 @@ def collate(
         weights: weight of each sample's loss tokens in the batch's loss.
         pad_token_id: fills the rest of each row.
         num_shared: from `plan_batch`; by default, no sample shares tokens.
+        columns_of_batch: `SampleSizes.columns`, which a microbatch without loss tokens has, too.
     """
     used = [samples[i] for row in rows for i in row]
     shares = {i: int(num_shared[i]) for row in rows for i in row} if num_shared is not None else {}
@@ -403,8 +412,15 @@ def collate(
     if not targets:
         # The head must take part in every backward, or DDP waits for its gradient. So one token is
         # predicted, and its loss is not used.
-        nothing = {name: np.zeros(1, np.float32) for name in (*OF_TARGETS, "weights")}
+        nothing: dict[str, Any] = {
+            name: np.zeros(1, np.float32) for name in (*OF_TARGETS, "weights")
+        }
         zeros = dict.fromkeys(("rows", "columns", "sequence_ids"), np.zeros(1, np.int64))
+        nothing |= {
+            name: join_column([(1, None), (0, np.empty((0, *dtype.shape), dtype.base))])
+            for name, dtype in (columns_of_batch or {}).items()
+            if name not in (*Sample.DTYPES, *OF_INPUTS)
+        }
         targets.append({**nothing, **zeros, "token_ids": input_ids[0, 1:2]})
     return Microbatch(
         input_ids=torch.from_numpy(input_ids),

@@ -181,6 +181,8 @@ class RLTrainer(SavingTrainer):
             model: as it was prepared for training.
             microbatch: on the device of the model.
             means: takes what is logged: (N,) tensors by name.
+
+        Samples whose advantages are all 0 are not here if the loss needs nonzero ones, see `needs`.
         """
         targets, needs = microbatch.targets, needs_of(self.loss_fn)
         entropy_mode: Entropy = "gradient" if "entropy_gradient" in needs else "value"
@@ -288,7 +290,9 @@ class RLTrainer(SavingTrainer):
             is_computed &= sizes.has_advantage > 0
         model.train()
         batch_loss = torch.zeros((), device=args.device)
-        for microbatch, is_last in self._microbatches(batch, is_computed, weights):
+        # Without loss tokens there is no gradient at all, and the optimizer changes nothing.
+        own = self._microbatches(batch, is_computed, weights) if num_loss_tokens.any() else ()
+        for microbatch, is_last in own:
             self._stop_if_asked()
             with accumulating(self.accelerator, args, model, is_last):
                 with self.compute_loss_context_manager():
@@ -304,7 +308,8 @@ class RLTrainer(SavingTrainer):
 
     def update_now(self, model: nn.Module) -> None:
         """Take a step of the optimizer between two calls of `train_on`. Trainer takes the last one
-        of a batch. In between, signals wait and nothing is saved: the step could not be repeated.
+        of a batch, whose `grad_norm` is logged. In between, signals and errors of rollouts wait and
+        nothing is saved, because the step could not be repeated.
         """
         self.checkpoints.can_repeat_step = False
         if self.args.max_grad_norm:
@@ -317,8 +322,7 @@ class RLTrainer(SavingTrainer):
         self, batch: Batch, is_computed: np.ndarray, weights: Sequence[float]
     ) -> Iterator[tuple[Microbatch, bool]]:
         """Pack samples of a batch, and count what is computed. Give this rank's microbatches on
-        its device, each with whether it is the last one. A batch without loss tokens has none:
-        without a gradient, the optimizer changes nothing.
+        its device, each with whether it is the last one.
 
         Args:
             is_computed: (S,) bool, the samples to pack.
@@ -328,10 +332,10 @@ class RLTrainer(SavingTrainer):
         plan = plan_batch(sizes, is_computed, args.token_budget, args.world_size, self.support)
         counts.add_samples(sizes, is_computed, plan.num_shared)
         samples = scatter_samples(batch, plan.of_ranks, args.device)
-        own = plan.of_ranks[args.process_index] if batch.num_loss_tokens else []
+        own = plan.of_ranks[args.process_index]
         pad = cast(Any, self.processing_class).pad_token_id or 0
         for number, rows in enumerate(own, 1):
-            microbatch = collate(samples, rows, weights, pad, plan.num_shared)
+            microbatch = collate(samples, rows, weights, pad, plan.num_shared, sizes.columns)
             counts.add_microbatch(microbatch)
             yield copy_to(microbatch, args.device), number == len(own)
 
@@ -520,10 +524,11 @@ class RLTrainer(SavingTrainer):
     def _stop_if_asked(self) -> None:
         """Raise what ends the run between two microbatches: a signal, or an error of the rollouts.
         Of several ranks, the others would wait for this rank's gradients, so there `_next_batch`
-        raises the error on all.
+        raises the error on all, as it does where this step cannot be repeated.
         """
-        if self.checkpoints.can_repeat_step:
-            self._interrupts.check_all(waits=False)
+        if not self.checkpoints.can_repeat_step:
+            return
+        self._interrupts.check_all(waits=False)
         if self.args.world_size == 1:
             with self.checkpoints.saving_on_error():
                 self.orchestrator.raise_if_failed()

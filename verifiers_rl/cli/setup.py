@@ -31,6 +31,7 @@ TEXTS = (".json", ".md", ".py", ".toml", ".yaml")
 COPIES = {"trainer.py": "my_trainer.py", "orchestrator.py": "my_orchestrator.py"}
 IMPORT = "from verifiers_rl.orchestrator import Orchestrator\n"
 OWN_IMPORT = "from my_orchestrator import Orchestrator\n"
+FUTURE = "from __future__ import annotations\n\n"
 
 
 def main() -> None:
@@ -113,6 +114,8 @@ def eject(folder: Path) -> int:
         if name == "trainer.py":
             assert text.count(IMPORT) == 1
             text = text.replace(IMPORT, OWN_IMPORT)
+        # First, because on a CPU it makes torchvision importable for transformers.
+        text = text.replace(FUTURE, f"{FUTURE}import verifiers_rl  # before transformers\n", 1)
         version = verifiers_rl.__version__
         head = f"# Copied from verifiers_rl {version}, {name}, by `vf-rl --eject`.\n"
         (folder / copy).write_text(head + text, "utf-8")
