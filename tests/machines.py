@@ -86,7 +86,9 @@ def machines(number: int) -> Iterator[list[Machine]]:
 # --- Stand-ins for what runs on them --------------------------------------------------------------
 
 _SERVER = """
-import http.server, sys
+import http.server, os, sys
+from verifiers_rl.process.parent import die_with_parent
+die_with_parent(int(os.environ["VERIFIERS_RL_DIE_WITH_PARENT"]))
 host, port = sys.argv[1:3]
 class Answer(http.server.BaseHTTPRequestHandler):
     def do_GET(self):

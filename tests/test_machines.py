@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from contextlib import ExitStack, contextmanager
@@ -111,6 +112,12 @@ def test_a_head_that_never_comes_is_one_error_after_the_deadline(monkeypatch, tm
         join(Machine(1, 2, "localhost", port), "127.0.0.1", 0.05, tmp_path)
 
 
+def said_of(machines):
+    """What still runs on them."""
+    pids = [pid for one in machines for pid in one.pids()]
+    return subprocess.run(["ps", "-fww", "-p", ",".join(pids)], capture_output=True).stdout.decode()
+
+
 @contextmanager
 def two_machines(tmp_path, status):
     """vf-rl with the four variables on two machines, with stand-ins for server and trainer."""
@@ -135,7 +142,7 @@ def two_machines(tmp_path, status):
             runs.append(stack.enter_context(run))
         yield runs
         # What a killed one has started ends with it.
-        wait_until(lambda: not any(one.pids() for one in found))
+        wait_until(lambda: not any(one.pids() for one in found), 90.0, lambda: said_of(found))
 
 
 @needs_ray

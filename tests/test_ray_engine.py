@@ -179,6 +179,8 @@ def test_servers_that_run_already_need_their_token(machines_of, monkeypatch):
 # for a file.
 PLAY_TRAINER = f"""
 {REACH_SERVERS}
+from verifiers_rl.process.parent import die_with_parent
+die_with_parent(int(os.environ["VERIFIERS_RL_DIE_WITH_PARENT"]))
 print("trains with", len(servers), "servers", flush=True)
 while not os.path.exists(sys.argv[1]):
     time.sleep(0.05)
