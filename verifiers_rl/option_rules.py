@@ -80,7 +80,7 @@ def one_of(names: Iterable[str]) -> AfterValidator:
 
 
 def checked_as(kind: Any) -> GetPydanticSchema:
-    """Have a field checked as another type than it declares for `HfArgumentParser`."""
+    """Have an inherited field checked as another type than `TrainingArguments` declares."""
     return GetPydanticSchema(lambda _, schema_of: schema_of(kind))
 
 
