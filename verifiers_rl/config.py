@@ -20,7 +20,6 @@ from transformers.trainer_utils import SchedulerType
 
 from verifiers_rl.advantages import ADVANTAGES, AdvantageFn, of_rewards
 from verifiers_rl.data import GroupFilter
-from verifiers_rl.did_you_mean import did_you_mean
 from verifiers_rl.losses import (
     DEFAULT_MASKS,
     LOSSES,
@@ -43,9 +42,11 @@ from verifiers_rl.option_rules import (
     PositiveNumber,
     Share,
     ShareBelow1,
+    Texts,
     can_be_path,
     checked_as,
     checkers,
+    did_you_mean,
     must,
     one_of,
     problem_of,
@@ -194,10 +195,6 @@ _INHERITED_RULES: dict[str, tuple[Any, ...]] = {
 
 _Table = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value is None else value)]
 _Layers = Literal["all-linear"] | Annotated[list[str], Field(min_length=1)]
-_Texts = Annotated[
-    list[Annotated[str, Field(min_length=1)]],
-    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
-]
 _ClientType = Literal["openai_chat_completions", "openai_chat_completions_token", "renderer"]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _is_host = must(
@@ -382,7 +379,7 @@ class RLConfig(TrainingArguments):
     """Above 0, tokens already in a reply are less likely."""
     frequency_penalty: _Penalty = 0.0
     """Above 0, a token is less likely the more often the reply has this token already."""
-    stop: _Texts | None = None
+    stop: Texts | None = None
     """A reply ends where it has one of these strings; one string may stand alone. The tokens of the
     string are trained, because they were sampled."""
     include_stop_str_in_output: bool = False

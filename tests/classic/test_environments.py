@@ -307,7 +307,7 @@ def test_a_timeout_is_that_of_who_set_it(play):
 
     for env, say, timeout_s, said in (
         (make_env(), slow, 0.05, "generation_timeout (0.05 s)"),
-        (make_env(slow), "ok", 0.5, "scoring a group took longer than generation_ti"),
+        (make_env(slow), "ok", 0.5, "scoring took longer than generation_ti"),
         (make_env(kind=Late), "ok", 600.0, "the database did not answer"),
     ):
         for rollout in play(env, say, timeout_s=timeout_s)[0]:
@@ -353,7 +353,7 @@ def test_an_image_in_the_first_prompt_is_refused_at_the_start():
 
 
 def test_an_environment_that_cannot_be_loaded_is_one_error(tmp_path, monkeypatch):
-    options = vars(RunnerOptions("http://unused", "", 64))
+    options = vars(RunnerOptions("http://unused", None, 64))
     recipe = {"options": options, "folders": [str(tmp_path)]}
 
     def error_of(**table):

@@ -201,10 +201,10 @@ class ClassicEnvironment:
                     for state in scored:
                         await self.env.rubric.cleanup(state)
             except Exception as error:  # whatever the environment's scoring raises
-                late = f"longer than generation_timeout ({request.timeout_s:g} s)"
-                late = TimeoutError(f"scoring a group took {late}") if deadline.expired() else error
+                late = f"scoring took longer than generation_timeout ({request.timeout_s:g} s)"
+                reason = TimeoutError(late) if deadline.expired() else error
                 for rollout in group:
-                    rollout.error = rollout.error or late
+                    rollout.error = rollout.error or reason
         for rollout, state in played:
             rollout.error = rollout.error or state.get("error")
             try:
@@ -336,7 +336,7 @@ def keeping_all(base: Any) -> Any:
     the rollout from the batch.
     """
 
-    class Client(base):  # type: ignore[misc]
+    class Client(base):
         async def raise_from_native_response(self, response: Any) -> None:
             """Accept it."""
 
