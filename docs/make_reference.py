@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
+import itertools
 import re
 import typing
 from dataclasses import MISSING, Field, fields
@@ -109,6 +110,16 @@ def sections() -> dict[str, list[str]]:
     return {title: names for title, names in found.items() if names}
 
 
+def helps(cls: type) -> dict[str, str]:
+    """Return the docstring below each field of a config class."""
+    (tree,) = ast.parse(inspect.getsource(cls)).body
+    return {
+        ast.unparse(one.target): ast.literal_eval(below.value)
+        for one, below in itertools.pairwise(tree.body)  # type: ignore[attr-defined]
+        if isinstance(one, ast.AnnAssign) and isinstance(below, ast.Expr)
+    }
+
+
 def type_of(kind: Any) -> str:
     """Describe the values that a field takes: by its rules, else by its type."""
     inner = typing.get_args(kind)
@@ -185,14 +196,14 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 def own_options() -> str:
     declared = typing.get_type_hints(RLConfig, include_extras=True)
     options = {option.name: option for option in fields(RLConfig)}
-    text = ""
+    text, described = "", helps(RLConfig)
     for title, names in sections().items():
         rows = [
             (
                 f"`{name}`",
                 type_of(declared[name]),
                 default_of(options[name]),
-                options[name].metadata["help"],
+                described[name],
             )
             for name in names
         ]
@@ -203,10 +214,10 @@ def own_options() -> str:
 def sft_options() -> str:
     """Return tables of the options of `SFTConfig`, of [data], and of what is refused there."""
     declared = typing.get_type_hints(SFTConfig, include_extras=True)
+    options = {option.name: option for option in fields(SFTConfig)}
     rows = [
-        (f"`{f.name}`", type_of(declared[f.name]), default_of(f), f.metadata["help"])
-        for f in fields(SFTConfig)
-        if f.name in SFTConfig.__annotations__ and "help" in f.metadata
+        (f"`{name}`", type_of(declared[name]), default_of(options[name]), text)
+        for name, text in helps(SFTConfig).items()
     ]
     text = SFT + table(("option", "values", "default", "what it does"), rows)
     _, _, description = inspect.cleandoc(cli_sft.__doc__ or "").partition("[data]\n")

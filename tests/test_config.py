@@ -1,11 +1,9 @@
 import copy
 import inspect
-import json
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
-from transformers import HfArgumentParser, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from tests.helpers import check_lines
@@ -20,13 +18,6 @@ def test_what_is_left_out_follows_from_the_rest():
     args = make(run_name=None, vllm_server_host="::1")
     assert args.output_dir == "outputs/rl" and args.bf16 is False
     assert args.vllm_server_host == "::1"
-
-
-def test_every_option_of_ours_has_a_help():
-    inherited = {f.name for f in fields(TrainingArguments)}
-    own = [f for f in fields(RLConfig) if f.name not in inherited]
-    assert len(own) > 30
-    assert [f.name for f in own if len(f.metadata["help"]) < 15] == []
 
 
 # Each is refused with its line in wrong_options.txt.
@@ -146,7 +137,7 @@ def test_what_trainingarguments_takes_in_several_types_stays_allowed(tmp_path):
         output_dir=tmp_path / "a",  # a Path
         report_to=["none"], debug="underflow_overflow", optim=OptimizerNames.SGD,
         accelerator_config={"split_batches": False}, fsdp_config={"min_num_params": 0},
-        lr_scheduler_type="cosine", lr_scheduler_kwargs='{"num_cycles": 1}',
+        lr_scheduler_type="cosine", lr_scheduler_kwargs={"num_cycles": 1},
         learning_rate=np.float32(1), batch_size=np.int64(128), lora_alpha=16, logging_steps=2.0,
         save_steps=0.5, warmup_steps=0.1, gradient_checkpointing=True, eval_strategy="steps",
         load_best_model_at_end=True, save_strategy="best", resume_from_checkpoint=True,
@@ -156,37 +147,6 @@ def test_what_trainingarguments_takes_in_several_types_stays_allowed(tmp_path):
     again = replace(replace(args, max_steps=3), seed=1)  # of values that __post_init__ has set
     assert (again.max_steps, again.seed, again.optim) == (3, 1, "sgd")
     assert copy.deepcopy(args).to_dict() == args.to_dict()
-
-
-def parse(*words):
-    (args,) = HfArgumentParser(RLConfig).parse_args_into_dataclasses([*words, "--use_cpu"])
-    return args
-
-
-# What RLConfig makes of words on a command line, of each kind of field.
-OF_A_COMMAND_LINE = [
-    ("shuffle", ["false"], False),
-    ("overwrite_output_dir", [], True),  # the option alone
-    ("gradient_checkpointing", ["true"], True),
-    ("max_tokens", ["9"], 9),
-    ("lora_dropout", ["0.1"], 0.1),
-    ("output_dir", ["a b"], "a b"),
-    ("eval_sampling", ['{"temperature": 0}'], {"temperature": 0}),
-    ("report_to", ["tensorboard", "wandb"], ["tensorboard", "wandb"]),
-    ("lora_target_modules", ["q_proj", "v_proj"], ["q_proj", "v_proj"]),
-    ("lora_target_modules", ["all-linear"], "all-linear"),
-    ("stop", ["</answer>", "a b"], ["</answer>", "a b"]),
-    ("gradient_masks", ["{}"], {}),
-    ("env_workers", ["3"], 3),
-    ("env_workers", ["auto"], "auto"),
-]
-
-
-@pytest.mark.parametrize(("name", "words", "value"), OF_A_COMMAND_LINE)
-def test_a_command_line_of_transformers_fills_each_kind_of_field(name, words, value):
-    found = getattr(parse(f"--{name}", *words), name)
-    assert found == value and isinstance(found, type(value))
-    assert getattr(make(**{name: value}), name) == found  # as in a script
 
 
 def test_a_checker_and_a_reader_still_see_the_options_in_the_signature():
@@ -199,11 +159,6 @@ def test_the_best_model_is_the_one_with_the_highest_evaluated_reward():
     assert (args.metric_for_best_model, args.greater_is_better) == ("reward", True)
     assert make(save_strategy="best", eval_strategy="steps").metric_for_best_model == "reward"
     assert make().metric_for_best_model is None
-
-
-def test_a_table_of_a_command_line_that_is_too_deep_is_an_error():
-    with pytest.raises(ConfigError, match="not valid JSON: maximum recursion depth"):
-        make(loss_args="[" * 9999)
 
 
 def test_deepspeed_that_is_not_installed_is_one_clear_error(monkeypatch):
@@ -247,7 +202,7 @@ def test_evaluations_sample_as_training_but_for_their_own_options():
 
 def test_stop_strings_and_template_variables_reach_every_request_that_should_have_them():
     thinks = {"enable_thinking": False}
-    args = make(stop="END", eval_sampling={"stop": []}, chat_template_kwargs=json.dumps(thinks))
+    args = make(stop="END", eval_sampling={"stop": []}, chat_template_kwargs=thinks)
     assert args.stop == ["END"] and args.sampling_args()["stop"] == ["END"]
     assert "stop" not in args.eval_sampling_args() and "stop" not in make().sampling_args()
     for sampling in (args.sampling_args(), args.eval_sampling_args()):

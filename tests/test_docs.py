@@ -138,6 +138,8 @@ def test_the_reference_has_every_option_and_says_what_the_code_checks():
     assert {option.name for option in fields(RLConfig)} - base <= own
     page = read("docs/reference.md")
     assert all(f"\n| `{name}` | " in page for name in own)
+    helps = reference().helps(RLConfig)
+    assert len(own - base) > 30 and [n for n in own - base if len(helps[n]) < 15] == []
     assert "| `batch_size` | an integer >= 1 | `512` | Rollouts of one optimizer step" in page
     assert '| `lora_sync` | one of auto, adapter, merged | `"auto"` |' in page
     assert "| `min_p` | a number >= 0 and <= 1 | `0.0` |" in page

@@ -129,8 +129,8 @@ def test_an_environment_may_be_for_training_or_for_evaluations_only():
     [
         ([("a", {"only": "eval"})], "no environment is for training"),
         ([("a", {}), ("a", {"only": "eval"})], "two environments are named 'a'"),
-        ([("e", {"only": "test"})], "only='test' must be 'train' or 'eval'"),
-        ([("e", {"eval_examples": 0})], "eval_examples=0 must be an integer >= 1"),
+        ([("e", {"only": "test"})], "'e': only='test': must be 'train' or 'eval'"),
+        ([("e", {"eval_examples": 0})], "'e': eval_examples=0: must be greater than or equal to 1"),
     ],
 )
 def test_environments_that_contradict_each_other_are_refused(parts, said):

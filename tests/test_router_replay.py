@@ -18,7 +18,7 @@ from verifiers_rl.inference.packed_tokens import unpack_experts
 from verifiers_rl.models import check_policy, load_policy
 from verifiers_rl.packing import collate
 from verifiers_rl.router_replay import RouterReplay, expert_load, replay_experts, routers_of
-from verifiers_rl.types import ROUTED_EXPERTS, Sample, join_experts
+from verifiers_rl.types import ROUTED_EXPERTS, Sample
 from verifiers_rl.wiring import Replaced, make_source_and_sink
 
 SIZES = {
@@ -156,12 +156,6 @@ def test_experts_stand_in_rows_with_shared_prefixes_where_their_tokens_do():
     assert first_experts([short, long], [0, 1]) == [[0, 104, 108]]
     with pytest.raises(ValueError, match=r"extras\['routed_experts'\] of shape \(1, 2, 2\) for 2"):
         Sample([8, 9], [0, 1], [0, -1], [-1, 0], extras={ROUTED_EXPERTS: np.zeros((1, 2, 2))})
-
-
-def test_a_later_reply_adds_the_experts_of_its_own_tokens_only():
-    first, second = np.full((3, 1, 1), 1), np.full((5, 1, 1), 2)
-    assert join_experts(6, [None, first, second]).ravel().tolist() == [1, 1, 1, 2, 2, -1]
-    assert join_experts(6, [None, None]) is None
 
 
 def test_experts_of_a_reply_come_as_a_file_of_numpy_and_no_other_object():

@@ -5,7 +5,6 @@ import base64
 import json
 import os
 import random
-import re
 import signal
 import socket
 import stat
@@ -54,7 +53,6 @@ from verifiers_rl.inference.port import (
 )
 from verifiers_rl.inference.server import (
     error_of_flags,
-    flag_error,
     generation_keys,
     limit_requests,
 )
@@ -319,22 +317,6 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch, tmp_path):
         with pytest.raises(SystemExit, match=r"cannot be left for trainers: .* Set HOME or"):
             vf_vllm.make_token(8000)
         monkeypatch.delenv(TOKEN_VARIABLE)
-
-
-def test_a_folder_too_long_for_sockets_is_named_at_once(monkeypatch, tmp_path):
-    monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
-    for folder, problem in (("/" + "t" * 69, None), ("/" + "t" * 106, r"TMPDIR='/t+': has 107 b")):
-        monkeypatch.setattr("tempfile.gettempdir", lambda folder=folder: folder)
-        said = vf_vllm.sockets_error()
-        assert said == problem if problem is None else re.match(problem, said)
-    with pytest.raises(SystemExit, match=r"vf-vllm: error: TMPDIR='/t+': has 107 bytes"):
-        vf_vllm.main()
-    monkeypatch.setenv("VLLM_RPC_BASE_PATH", "/tmp")  # where vLLM's sockets are then
-    assert vf_vllm.sockets_error() is None
-    monkeypatch.setenv("VLLM_RPC_BASE_PATH", "/" + "\xe4" * 40)
-    assert vf_vllm.sockets_error().startswith("VLLM_RPC_BASE_PATH=") and "81 bytes" in (
-        vf_vllm.sockets_error()
-    )
 
 
 # --- Calls of the engines -------------------------------------------------------------------------
@@ -971,27 +953,6 @@ def test_rollouts_show_the_token_or_else_the_key_that_is_set(monkeypatch):
     assert generation_key("http://gpu-box:8000") == "a key, perhaps for another server"
     monkeypatch.setenv("VLLM_API_KEY", "")
     assert generation_key("http://gpu-box:8000") == "none"
-
-
-FLAGS = ["--max-model-len", "--max-num-seqs", "--dtype", "-tp", "--tensor-parallel-size"]
-
-
-@pytest.mark.parametrize(
-    ("message", "shown"),
-    [
-        (
-            "unrecognized arguments: --max-modle-len 5 --x",
-            "--max-modle-len: no such flag; did you mean --max-model-len?",
-        ),
-        ("unrecognized arguments: --rewards=3", "--rewards: no such flag; see vf-vllm --help=all"),
-        (
-            "argument --dtype: invalid\n   choice: 'int7'",
-            "argument --dtype: invalid choice: 'int7'",
-        ),
-    ],
-)
-def test_a_bad_flag_is_one_line_that_names_it(message, shown):
-    assert flag_error(message, FLAGS) == shown
 
 
 @pytest.mark.parametrize(

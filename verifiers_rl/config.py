@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import copy
 import functools
 import importlib.util
-import inspect
-import itertools
-import json
 import math
 import os
 from collections.abc import Container
@@ -24,7 +20,6 @@ from transformers.trainer_utils import SchedulerType
 
 from verifiers_rl.advantages import ADVANTAGES, AdvantageFn, of_rewards
 from verifiers_rl.data import GroupFilter
-from verifiers_rl.did_you_mean import did_you_mean
 from verifiers_rl.losses import (
     DEFAULT_MASKS,
     LOSSES,
@@ -47,9 +42,11 @@ from verifiers_rl.option_rules import (
     PositiveNumber,
     Share,
     ShareBelow1,
+    Texts,
     can_be_path,
     checked_as,
     checkers,
+    did_you_mean,
     must,
     one_of,
     problem_of,
@@ -152,15 +149,6 @@ def _usable(reasons_against: dict[str, str]) -> Any:
     return AfterValidator(check)
 
 
-def _from_json(value: Any) -> Any:
-    """Return a table that a command line has as JSON; an empty one for None."""
-    try:
-        return json.loads(value) if isinstance(value, str) else value or {}
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not valid JSON: {error}") from error
-
-
-_FROM_JSON = BeforeValidator(_from_json)
 _can_be_path = must(PATH_RULE, can_be_path)
 _stays_inside = must(
     "not lead out of the folder outputs: no part of it may be '.' or '..'",
@@ -183,7 +171,9 @@ _INHERITED_RULES: dict[str, tuple[Any, ...]] = {
         ("accelerator_config", "debug", "deepspeed", "fsdp", "fsdp_config"), (SkipValidation(),)
     ),
     **dict.fromkeys(("eval_strategy", "save_strategy", "logging_strategy"), (_NO_EPOCHS,)),
-    **dict.fromkeys(("gradient_checkpointing_kwargs", "lr_scheduler_kwargs"), (_FROM_JSON,)),
+    **dict.fromkeys(
+        ("gradient_checkpointing_kwargs", "lr_scheduler_kwargs"), (checked_as(dict[str, Any]),)
+    ),
     "output_dir": (_can_be_path,),
     "run_name": (_can_be_path, _stays_inside),
     "eval_steps": (checked_as(PositiveNumber | None),),
@@ -203,29 +193,8 @@ _INHERITED_RULES: dict[str, tuple[Any, ...]] = {
 }
 
 
-# Types for `HfArgumentParser`, and behind them those of the values.
-_Table = Annotated[dict[str, Any] | str | None, checked_as(dict[str, Any]), _FROM_JSON]
-_Masks = Annotated[
-    dict[str, Any] | str | None,
-    checked_as(dict[Annotated[str, one_of(MASKS)], dict[str, Any]]),
-    _FROM_JSON,
-]
-_AutoOrCount = Annotated[
-    str,
-    checked_as(Literal["auto"] | NotNegativeInt),
-    # A command line has it as text.
-    BeforeValidator(lambda v: int(v) if isinstance(v, str) and v.isdigit() else v),
-]
-_Layers = Annotated[
-    list[str] | None,
-    checked_as(Literal["all-linear"] | Annotated[list[str], Field(min_length=1)]),
-    BeforeValidator(lambda value: "all-linear" if value == ["all-linear"] else value),
-]
-_Texts = Annotated[
-    list[str] | None,
-    checked_as(list[Annotated[str, Field(min_length=1)]]),
-    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
-]
+_Table = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value is None else value)]
+_Layers = Literal["all-linear"] | Annotated[list[str], Field(min_length=1)]
 _ClientType = Literal["openai_chat_completions", "openai_chat_completions_token", "renderer"]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _is_host = must(
@@ -263,18 +232,11 @@ def unknown_option_hint(name: str, kind: Any) -> str:
     return did_you_mean(name.replace("-", "_"), [f.name for f in fields(kind)], others)
 
 
-def with_help(cls: type[_T]) -> type[_T]:
-    """Make the docstring below each field of a config class the field's help, which
-    `HfArgumentParser` and docs/reference.md show; and let `__init__` say what to set instead of an
-    unknown option, where that of dataclass raises a bare TypeError.
+def with_hints(cls: type[_T]) -> type[_T]:
+    """Let `__init__` of a config class say what to set instead of an unknown option, where that of
+    dataclass raises a bare TypeError.
     """
-    known: Any = {f.name: f for f in fields(cast(Any, cls))}
-    body = cast(ast.ClassDef, ast.parse(inspect.getsource(cls)).body[0]).body
-    for one, below in itertools.pairwise(body):
-        if isinstance(one, ast.AnnAssign) and isinstance(below, ast.Expr):
-            text = " ".join(ast.literal_eval(below.value).split())
-            known[ast.unparse(one.target)].metadata = {"help": text}
-    init = cast(Any, cls).__init__
+    init, known = cast(Any, cls).__init__, {f.name for f in fields(cast(Any, cls))}
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **options: Any) -> None:
@@ -295,7 +257,7 @@ def default_options(config: Any) -> dict[str, Any]:
     }
 
 
-@with_help
+@with_hints
 @dataclass
 class RLConfig(TrainingArguments):
     """Options of `RLTrainer`: its own, and those of `transformers.TrainingArguments`, some with
@@ -335,7 +297,6 @@ class RLConfig(TrainingArguments):
     """Steps between lines of metrics and tables of rollouts."""
     save_steps: PositiveNumber = 100
     """Steps between checkpoints."""
-    # The order of the types lets HfArgumentParser parse a list.
     report_to: list[str] | None | str = "none"
     """Trackers, such as wandb or tensorboard."""
 
@@ -348,7 +309,7 @@ class RLConfig(TrainingArguments):
     """The adapter's output is scaled by alpha / rank."""
     lora_dropout: ShareBelow1 = 0.0
     """Dropout in front of the adapter while training."""
-    lora_target_modules: _Layers = None
+    lora_target_modules: _Layers | None = None
     """Layers that get an adapter: a list of names, or "all-linear" as in PEFT. Default: all linear
     layers of the decoder's blocks except routers and experts."""
     lora_modules_to_save: list[str] | None = None
@@ -418,7 +379,7 @@ class RLConfig(TrainingArguments):
     """Above 0, tokens already in a reply are less likely."""
     frequency_penalty: _Penalty = 0.0
     """Above 0, a token is less likely the more often the reply has this token already."""
-    stop: _Texts = None
+    stop: Texts | None = None
     """A reply ends where it has one of these strings; one string may stand alone. The tokens of the
     string are trained, because they were sampled."""
     include_stop_str_in_output: bool = False
@@ -426,7 +387,7 @@ class RLConfig(TrainingArguments):
     and scores."""
     chat_template_kwargs: _Table = field(default_factory=dict)
     """Variables of the chat template, such as {enable_thinking = false} or {reasoning_effort =
-    "low"}. The template ignores those that it does not know. On a command line, write JSON."""
+    "low"}. The template ignores those that it does not know."""
     deterministic: bool = False
     """Give each request for a rollout a seed that follows from seed and the rollout's place, so
     that the same run samples the same tokens again. vf-rl starts a server on GPUs with vLLM's batch
@@ -435,7 +396,7 @@ class RLConfig(TrainingArguments):
     """Seconds that one rollout may take; a longer one counts as an error."""
     max_concurrent: PositiveInt = 512
     """Rollouts in flight at a time."""
-    env_workers: _AutoOrCount = "auto"
+    env_workers: Literal["auto"] | NotNegativeInt = "auto"
     """Rollout workers: processes that run the environments, so that their Python code does not wait
     for the trainer's. auto: one for each four cores, at most 8; an environment that cannot be made
     again in a worker runs in a thread of the trainer, and one line says why. 0 runs all
@@ -464,8 +425,7 @@ class RLConfig(TrainingArguments):
     rewards vary less, so that all are equal; min_reward and max_reward those with a lower or higher
     mean reward, too hard or too easy. At most max_oversampling (3.0) * batch_size rollouts are
     generated for one batch. Replacements start only in the first generation_timeout seconds times
-    the number of pending batches. If too few groups pass, the batch is smaller. On a command line,
-    write JSON."""
+    the number of pending batches. If too few groups pass, the batch is smaller."""
     advantage: Annotated[str, one_of(ADVANTAGES)] = "mean"
     """How a group's rewards become advantages. mean: minus their mean; std: that, divided by their
     standard deviation (GRPO); leave_one_out: minus the mean of the others (RLOO); maxrl: minus
@@ -474,13 +434,12 @@ class RLConfig(TrainingArguments):
     """One of cispo, ppo, truncated_is, icepop, dppo, gspo, reinforce, see losses.py; or
     "module:function" for your own, from a module beside the script or the TOML."""
     loss_args: _Table = field(default_factory=dict)
-    """Arguments of the loss, such as {eps_high = 4.0} for cispo; on a command line, write them as
-    JSON. See losses.py."""
-    gradient_masks: _Masks = None
+    """Arguments of the loss, such as {eps_high = 4.0} for cispo. See losses.py."""
+    gradient_masks: dict[Annotated[str, one_of(MASKS)], dict[str, Any]] | None = None
     """Tokens that get no gradient, under any loss: a table of masks, each with its arguments, such
     as {dppo = {max_divergence = 0.2}}; {} for none. Known: ratio, ppo, ipo, dppo, sequence_mean,
-    sequence_product, see losses.py; or "module:function". On a command line, write JSON. Default:
-    {dppo = {max_divergence = 0.05}} if loss is cispo, else {}."""
+    sequence_product, see losses.py; or "module:function". Default: {dppo = {max_divergence = 0.05}}
+    if loss is cispo, else {}."""
     loss_normalization: Literal["token", "sequence", "constant"] = "token"
     """token: the mean over the batch's loss tokens. sequence: the mean over rollouts of each
     rollout's mean. constant: the sum divided by batch_size * max_seq_len."""
@@ -521,7 +480,7 @@ class RLConfig(TrainingArguments):
     eval_sampling: _Table = field(default_factory=dict)
     """Sampling of evaluations where it differs from that of training, in each environment: such as
     {temperature = 0, max_tokens = 512}. A temperature of 0 takes the likeliest token, and a top_k
-    of 0 all tokens. On a command line, write JSON."""
+    of 0 all tokens."""
     log_rollouts: Share = 0.05
     """All rollouts are written into output_dir/rollouts, a table of some is shown in the terminal
     and sent to the trackers of report_to: see docs/watching.md. The number is the share of
@@ -590,7 +549,7 @@ class RLConfig(TrainingArguments):
 
     def _check_unused_base_options(self) -> None:
         defaults = default_options(self)
-        # False by TrainingArguments, HfArgumentParser or ourselves. A copy of an RLConfig has it.
+        # False by TrainingArguments or ourselves. A copy of an RLConfig has it.
         may_be_false = {"include_num_input_tokens_seen", "ddp_find_unused_parameters"}
         may_be_false |= {"dataloader_pin_memory"} if self.use_cpu else set()
         for name in self.UNUSED.keys() & defaults.keys():
@@ -608,9 +567,7 @@ class RLConfig(TrainingArguments):
             value = getattr(self, f.name)
             if value is not None or f.default is not None:
                 setattr(self, f.name, self._checked(f.name, value))
-        self._check_sampling(
-            "eval_sampling", cast(dict[str, Any], self.eval_sampling), ("temperature",)
-        )
+        self._check_sampling("eval_sampling", self.eval_sampling, ("temperature",))
         if self.loss in self.NAMED_LOSSES:  # the trainer loads a user's own loss
             self.make_loss()
         self.make_masks(MASKS)
@@ -730,7 +687,7 @@ class RLConfig(TrainingArguments):
         """Return `gradient_masks`, or if it is not set, what stands for it under this loss."""
         if self.gradient_masks is None:
             return dict(DEFAULT_MASKS.get(self.loss, {}))
-        return cast(dict[str, dict[str, Any]], self.gradient_masks)
+        return self.gradient_masks
 
     def make_masks(self, of: Container[str] | None = None) -> dict[str, MaskFn]:
         """Return the functions of `masks()`, by name.
@@ -803,14 +760,13 @@ class RLConfig(TrainingArguments):
         Raises:
             ConfigError: it has an unknown key, or a value that cannot work.
         """
-        table = cast(dict[str, Any], self.group_filter)
         known = [f.name for f in fields(GroupFilter)]
-        for name, value in table.items():
+        for name, value in self.group_filter.items():
             if name not in known:
                 hint = did_you_mean(name, known, f"known: {', '.join(known)}")
                 raise ConfigError(f"group_filter.{name}={value!r}: unknown; {hint}")
         try:
-            return GroupFilter(**table)
+            return GroupFilter(**self.group_filter)
         except ValueError as error:
             raise ConfigError(f"group_filter.{error}") from error
 
@@ -884,8 +840,7 @@ class RLConfig(TrainingArguments):
     def eval_sampling_args(self) -> dict[str, Any]:
         """Do as `sampling_args`, for evaluations."""
         of_training = {"sampling_mask": False, "router_replay": False}  # nothing is trained on it
-        options = cast(dict[str, Any], self.eval_sampling)
-        return self._changed({**options, **of_training}).sampling_args()
+        return self._changed({**self.eval_sampling, **of_training}).sampling_args()
 
     def sampling_changes_probabilities(self) -> list[str]:
         """Return the options that make the server sample from another distribution than the

@@ -175,9 +175,10 @@ _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) 
 
 def printable(text: str) -> str:
     """Return a text of a model or a dataset without control characters, which could clear the
-    terminal, set its title or write over other lines. Line breaks and tabs stay.
+    terminal, set its title or write over other lines. Line breaks and tabs stay. Half a surrogate
+    pair, which has no form in UTF-8, becomes `?`.
     """
-    return text.translate(_CONTROLS)
+    return text.translate(_CONTROLS).encode(errors="replace").decode()
 
 
 def describe_error(error: BaseException) -> str:

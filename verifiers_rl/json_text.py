@@ -25,22 +25,6 @@ def without_nan(value: Any) -> Any:
     return without_nan(value.item()) if isinstance(value, np.generic) else str(value)
 
 
-def changed_by_json(value: Any, name: str) -> str:
-    """Describe the first part of a value that is another behind JSON, or has no form there, as
-    "NAME.key=value"; "" if there is none.
-    """
-    if isinstance(value, dict):
-        if wrong := [key for key in value if not isinstance(key, str)]:
-            return f"the key {wrong[0]!r} of {name}"
-        parts = [changed_by_json(part, f"{name}.{key}") for key, part in value.items()]
-    elif isinstance(value, list):
-        parts = [changed_by_json(part, f"{name}[{at}]") for at, part in enumerate(value)]
-    else:
-        is_same = value is None or isinstance(value, str | bool | int | float)
-        parts = ["" if is_same else f"{name}={value!r}"]
-    return next(filter(None, parts), "")
-
-
 def as_json(value: Any) -> bytes:
     """Return a value as JSON in UTF-8, on one line."""
     text = json.dumps(without_nan(value), ensure_ascii=False, allow_nan=False)

@@ -258,20 +258,6 @@ def _taken_for_experts(model: Any, names: Iterable[str]) -> set[str]:
     return taken
 
 
-def describe_adapter(policy: Any) -> str:
-    """Describe in one line what an adapter changes."""
-    config = policy.peft_config["default"]
-    kind = type(config).__name__.removesuffix("Config").replace("Lora", "LoRA")
-    rank = f" of rank {config.r}" if hasattr(config, "r") else ""
-    wrapped = (name for name, _ in policy.named_parameters() if ".base_layer" in name)
-    adapted = {name.partition(".base_layer")[0].rpartition(".")[2] for name in wrapped}
-    num_trained, num_all = policy.get_nb_trainable_parameters()
-    return (
-        f"{kind}{rank} on {', '.join(sorted(adapted))}: {num_trained:,} of {num_all:,} "
-        "parameters are trained"
-    )
-
-
 def switch_off_dropout(model: nn.Module) -> None:
     """Set dropout to 0, but that of an adapter: the server samples without it, and must sample from
     the trained policy.
@@ -300,10 +286,10 @@ def _unties(model: Any) -> bool:
 
 def check_policy(model: Any, args: RLConfig) -> None:
     """Raise ConfigError if the options do not fit the model. Warn if its logprobs will be inexact.
-    Print what an adapter changes.
+    Print how much an adapter trains.
     """
     if args.process_index == 0 and hasattr(model, "peft_config"):
-        print(describe_adapter(model), flush=True)
+        model.print_trainable_parameters()
     if hasattr(model, "peft_config") and _unties(model):
         raise ConfigError(
             "the adapter changes the embedding or the head, and this model uses one weight for "

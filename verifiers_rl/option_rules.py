@@ -1,20 +1,22 @@
 """Checks values by their declared types and the rules beside these, with pydantic: the options of
-`RLConfig`, and the keys of a TOML.
+`RLConfig`, and the keys of a TOML. And the end of an error about an unknown name.
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
 import os
 import re
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import fields
 from enum import Enum
 from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     ConfigDict,
     Field,
     GetPydanticSchema,
@@ -23,7 +25,6 @@ from pydantic import (
     ValidationError,
 )
 
-from verifiers_rl.did_you_mean import did_you_mean
 from verifiers_rl.user_code import names_user_code
 
 
@@ -32,12 +33,29 @@ class ConfigError(ValueError):
 
 
 STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[
+    list[Text], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+]
 PositiveInt = Annotated[int, Field(ge=1)]
 NotNegativeInt = Annotated[int, Field(ge=0)]
 PositiveNumber = Annotated[float, Field(gt=0)]
 NotNegativeNumber = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 ShareBelow1 = Annotated[float, Field(ge=0, lt=1)]
+
+
+def did_you_mean(name: str, known: Collection[str], otherwise: str = "") -> str:
+    """Return "did you mean 'x'?" with a known name that begins so, or with the nearest one.
+
+    Args:
+        name: what was given.
+        known: the names that exist.
+        otherwise: is returned if none of them is near.
+    """
+    longer = [one for one in known if len(name) > 3 and one.startswith(name)]
+    near = longer or difflib.get_close_matches(name, known, 1, cutoff=0.7)
+    return f"did you mean {near[0]!r}?" if near else otherwise
 
 
 def must(text: str, holds: Callable[[Any], bool]) -> AfterValidator:
@@ -52,12 +70,10 @@ def must(text: str, holds: Callable[[Any], bool]) -> AfterValidator:
 
 
 def can_be_path(value: str) -> bool:
-    """Return whether the system can have a file or folder of this name."""
-    try:
-        names = os.fsencode(value).split(b"/")
-    except UnicodeEncodeError:  # half a surrogate pair
-        return False
-    return "\0" not in value and all(len(name) <= 255 for name in names)
+    """Return whether the system can have a file or folder of this name. Raises UnicodeEncodeError,
+    a ValueError, for half a surrogate pair.
+    """
+    return "\0" not in value and all(len(name) <= 255 for name in os.fsencode(value).split(b"/"))
 
 
 PATH_RULE = "have no NUL, and no name of more than 255 bytes"
@@ -80,7 +96,7 @@ def one_of(names: Iterable[str]) -> AfterValidator:
 
 
 def checked_as(kind: Any) -> GetPydanticSchema:
-    """Have a field checked as another type than it declares for `HfArgumentParser`."""
+    """Have an inherited field checked as another type than `TrainingArguments` declares."""
     return GetPydanticSchema(lambda _, schema_of: schema_of(kind))
 
 

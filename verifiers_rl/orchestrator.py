@@ -42,7 +42,6 @@ from verifiers_rl.requests import (
     Places,
     Progress,
     RolloutError,
-    Router,
     run_groups,
     warn_of_failures,
     while_served,
@@ -75,7 +74,7 @@ class Orchestrator:
         check_server: raises ServerLostError if the server is gone or has lost the policy. Called
             when rollouts fail, to tell a dead server from a failing environment; while they run;
             and at the end of each batch.
-        router: chooses the server of each rollout; default: there is one server.
+        router: chooses the server of each rollout, a `sync.ServerPool`; default: there is one.
         advantage_fn: computes advantages from a group's surviving rollouts; default: what
             `args.advantage` names. Advantages that an environment has set itself are kept.
         example_order: chooses the training examples; default: `order_examples`.
@@ -91,7 +90,7 @@ class Orchestrator:
         args: RLConfig,
         check_server: Callable[[], None],
         *,
-        router: Router | None = None,
+        router: Any = None,
         advantage_fn: AdvantageFn | None = None,
         example_order: ExampleOrder | None = None,
     ) -> None:

@@ -27,15 +27,6 @@ MAX_MOVES = 3  # of one rollout, to other servers
 CHECK_S = 30.0  # between two checks of the server
 
 
-class Router(Protocol):
-    """Chooses among several servers: see `sync.ServerPool`."""
-
-    def take(self, policy_version: int) -> str: ...
-    def release(self, url: str) -> None: ...
-    def report_lost(self, url: str) -> None: ...
-    def call_when_lost(self, callback: Callable[[str], None]) -> None: ...
-
-
 @dataclass
 class Progress:
     """Counts the rollouts of a batch or an evaluation.
@@ -137,10 +128,10 @@ class Places:
 
     Args:
         num: of rollouts at a time.
-        router: chooses the server of each rollout; None: there is one server.
+        router: chooses the server of each rollout, a `sync.ServerPool`; None: there is one server.
     """
 
-    def __init__(self, num: int, router: Router | None = None) -> None:
+    def __init__(self, num: int, router: Any = None) -> None:
         self._slots = asyncio.Semaphore(num)
         self._router = router
         self._sessions: set[RolloutSession] = set()  # those in use

@@ -146,24 +146,6 @@ class Sample:
         self.advantages = np.where(self.loss_mask, values, np.float32(0))
 
 
-def join_experts(num_tokens: int, replies: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    """Return the routed experts of a sample from those of its replies; None if none has any.
-
-    Args:
-        num_tokens: of the sample.
-        replies: from the first reply to the last, (tokens, layers, top_k) from the first token on.
-            A later reply computes earlier tokens once more; the first time is what sampled them.
-    """
-    parts: list[tuple[int, np.ndarray | None]] = []
-    start = 0
-    for experts in replies:
-        if experts is not None:
-            own = experts[start:num_tokens]
-            parts.append((len(own), own))
-            start += len(own)
-    return join_column([*parts, (num_tokens - start, None)])
-
-
 def columns_of(samples: Sequence[Sample]) -> Columns:
     """Return the columns that at least one sample has, as wide as the widest. In this order, one
     column behind another in memory begins at a multiple of the size of its numbers.

@@ -19,11 +19,11 @@ from transformers import Trainer
 from verifiers_rl.advantages import AdvantageFn
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.data import ExampleOrder
-from verifiers_rl.did_you_mean import did_you_mean
 from verifiers_rl.envs.make import make_runner
 from verifiers_rl.inference.checkpoint import model_error
 from verifiers_rl.inference.client import InferenceClient, InferenceServerError
 from verifiers_rl.losses import LossFn
+from verifiers_rl.option_rules import did_you_mean
 from verifiers_rl.process import parent
 from verifiers_rl.report.trackers import tracker_error
 from verifiers_rl.sync import ServerPool, WeightSync, check_adapter, check_agreement, is_split

@@ -50,6 +50,18 @@ def test_turns_that_extend_the_tokens_merge_and_tokens_carry_the_version_that_sa
     assert trained.policy_versions.tolist() == sample.policy_versions.tolist()
 
 
+def test_a_later_reply_adds_the_experts_of_its_own_tokens_only():
+    first, second = np.full((3, 1, 1), 1), np.full((5, 1, 1), 2)
+    steps = [turn([1], [2]), turn([1, 2], [3, 4]), turn([1, 2, 3, 4], [5, 6])]
+    for step, experts in zip(steps, (None, first, second), strict=True):
+        reply = SimpleNamespace(policy_versions=None, mask=None, experts=experts)
+        step["response"] = SimpleNamespace(reply=reply)
+    (sample,) = samples_from_trajectory(steps, 0)
+    assert sample.extras["routed_experts"].ravel().tolist() == [1, 1, 1, 2, 2, -1]
+    (without,) = samples_from_trajectory([turn([1], [2, 3])], 0)
+    assert not without.extras
+
+
 def test_a_turn_that_rewrites_the_past_starts_a_new_sample():
     samples = samples_from_trajectory(
         [turn([1], [2, 3]), turn([1, 2, 9], [4]), turn([1, 2, 9, 4], [5])], 0
@@ -295,7 +307,7 @@ def test_a_timeout_is_that_of_who_set_it(play):
 
     for env, say, timeout_s, said in (
         (make_env(), slow, 0.05, "generation_timeout (0.05 s)"),
-        (make_env(slow), "ok", 0.5, "scoring a group took longer than generation_ti"),
+        (make_env(slow), "ok", 0.5, "scoring took longer than generation_ti"),
         (make_env(kind=Late), "ok", 600.0, "the database did not answer"),
     ):
         for rollout in play(env, say, timeout_s=timeout_s)[0]:
@@ -341,7 +353,7 @@ def test_an_image_in_the_first_prompt_is_refused_at_the_start():
 
 
 def test_an_environment_that_cannot_be_loaded_is_one_error(tmp_path, monkeypatch):
-    options = vars(RunnerOptions("http://unused", "", 64))
+    options = vars(RunnerOptions("http://unused", None, 64))
     recipe = {"options": options, "folders": [str(tmp_path)]}
 
     def error_of(**table):

@@ -106,6 +106,8 @@ from verifiers_rl.option_rules import (
     NotNegativeInt,
     PositiveInt,
     PositiveNumber,
+    Text,
+    Texts,
     checkers,
     must,
     of_type,
@@ -115,10 +117,6 @@ from verifiers_rl.process.secret_names import set_secrets
 from verifiers_rl.user_code import UserCodeError, load_user_code, names_user_code
 
 _Made = TypeVar("_Made")
-Text = Annotated[str, Field(min_length=1)]
-Texts = Annotated[
-    list[Text], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
-]
 __all__ = ["EnvTable", "RunConfig", "TomlError", "load_run_config"]  # TomlError is of layers
 
 # --- Tables of the TOML: a field is a key, with its type and default ------------------------------
@@ -228,16 +226,12 @@ class EnvTable(Table):
         it, return its table.
 
         Raises:
-            InvalidEnvironmentError: it cannot be loaded, or `python` cannot run workers.
+            InvalidEnvironmentError: it cannot be loaded.
         """
-        from verifiers_rl.envs.foreign import check_python
         from verifiers_rl.envs.v1_loading import load_v1_environment
 
         table = {"id": self.id, "args": self.args} if self.v1 is None else self.v1
-        if not self.python:
-            return load_v1_environment(table, *folders)
-        check_python(self.python)
-        return table
+        return table if self.python else load_v1_environment(table, *folders)
 
 
 # Flags of the server that have a place of their own.
@@ -602,51 +596,40 @@ def load_run_config(
     return read_layers(Layers(paths, words, settings), kind, checks_model, options)
 
 
-# A key, the values by which it switches something off (any of `vllm_servers`: servers that the run
-# starts), and the keys that are refused or have no effect without it.
-_DEPENDENTS: list[tuple[str, tuple[Any, ...], tuple[str, ...]]] = [
-    (
-        "trainer.args.eval_strategy",
-        ("no",),
-        (
-            *("trainer.args.eval_steps", "trainer.args.eval_on_start"),
-            *("trainer.args.load_best_model_at_end", "trainer.args.metric_for_best_model"),
-            *("data.eval", "data.eval_split"),
-        ),
+# A key, and those that are refused or have no effect without it: where it is "no", false or 0, and
+# beside vllm_servers, which run already.
+_SERVERS = "trainer.args.vllm_servers"
+_DEPENDENTS = {
+    "trainer.args.eval_strategy": (
+        *("trainer.args.eval_steps", "trainer.args.eval_on_start"),
+        *("trainer.args.load_best_model_at_end", "trainer.args.metric_for_best_model"),
+        *("data.eval", "data.eval_split"),
     ),
-    ("trainer.args.save_strategy", ("no",), ("trainer.args.load_best_model_at_end",)),
-    ("trainer.args.use_lora", (False,), ("trainer.args.save_final",)),
-    ("trainer.args.kl_beta", (0,), ("trainer.args.kl_target",)),
-    (
-        "trainer.gpus",
-        (0,),
-        ("trainer.args.fsdp", "trainer.args.fsdp_config", "trainer.args.deepspeed"),
+    "trainer.args.save_strategy": ("trainer.args.load_best_model_at_end",),
+    "trainer.args.use_lora": ("trainer.args.save_final",),
+    "trainer.args.kl_beta": ("trainer.args.kl_target",),
+    "trainer.gpus": ("trainer.args.fsdp", "trainer.args.fsdp_config", "trainer.args.deepspeed"),
+    _SERVERS: (
+        *("inference", "cluster.inference_nodes"),
+        *("trainer.args.vllm_server_host", "trainer.args.vllm_server_port"),
     ),
-    (
-        "trainer.args.vllm_servers",
-        (),
-        (
-            *("inference", "cluster.inference_nodes"),
-            *("trainer.args.vllm_server_host", "trainer.args.vllm_server_port"),
-        ),
-    ),
-]
+}
 
 
 def without_dependents(settings: list[Setting]) -> list[Setting]:
     """Return the settings without those that a later layer has made useless: what switches a key
     off takes along the keys of earlier layers that depend on it. Within a layer both are an error.
     """
-    for key, values, dependents in _DEPENDENTS:
-        newest = next((one for one in reversed(settings) if ".".join(one.key) == key), None)
-        if newest is None or not (newest.value in values if values else newest.value):
+    for key, dependents in _DEPENDENTS.items():
+        last = next((one for one in reversed(settings) if ".".join(one.key) == key), None)
+        if last is None or not (last.value if key == _SERVERS else last.value in ("no", 0)):
             continue
-        at, parts = settings.index(newest), tuple(f"{part}." for part in dependents)
+        at, parts = settings.index(last), tuple(f"{part}." for part in dependents)
         settings = [
             one
             for number, one in enumerate(settings)
             if number > at
-            or one.source == newest.source
+            or one.source == last.source
             or not f"{'.'.join(one.key)}.".startswith(parts)
         ]
     return settings

@@ -13,7 +13,6 @@ from __future__ import annotations
 import ast
 import importlib
 import logging
-import math
 import os
 import pickle
 import pickletools
@@ -24,8 +23,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from pydantic import ValidationError
 
-from verifiers_rl.requests import EnvRunner, GroupScorer
+from verifiers_rl.option_rules import PositiveInt, PositiveNumber, checkers, problem_of
+from verifiers_rl.requests import EnvRunner
 from verifiers_rl.types import LARGEST_REWARD, Split
 
 logger = logging.getLogger(__name__)
@@ -236,7 +237,7 @@ class WeightedEnv:
         only: "train" or "eval": it is used for this only. None: for both.
         eval_examples: it has at most so many examples in an evaluation; None: `eval_examples` of
             the run.
-        scorer: scores its training rollouts beside their rewards, such as a
+        scorer: a `requests.GroupScorer` of its training rollouts beside their rewards, such as a
             `distill.Distillation`.
         python: interpreter of its rollout workers, such as "venv/bin/python"; there a classic
             environment finds verifiers 0.3. "": the one of this process.
@@ -245,27 +246,24 @@ class WeightedEnv:
 
     env: Any
     name: str
-    weight: float = 1.0
+    weight: PositiveNumber = 1.0
     sampling_args: dict[str, Any] = field(default_factory=dict)
     only: Split | None = None
-    eval_examples: int | None = None
-    scorer: GroupScorer | None = None
+    eval_examples: PositiveInt | None = None
+    scorer: Any = None
     python: str = ""
     folders: Sequence[Path] = ()
 
     def __post_init__(self) -> None:
-        weight, limit = self.weight, self.eval_examples
-        if self.only not in (None, "train", "eval"):
-            problem = f"only={self.only!r} must be 'train' or 'eval'; leave it out for both"
-        elif limit is not None and (type(limit) is not int or limit < 1):
-            problem = f"eval_examples={limit!r} must be an integer >= 1"
-        elif not isinstance(weight, int | float) or not 0 < weight < math.inf:
-            problem = f"weight={weight!r} must be a number > 0"
-        elif self.scorer is not None and self.only == "eval":
-            problem = (
-                "a scorer, such as a teacher, has no effect beside only='eval'; remove one of the "
-                "two"
+        kind: Any = type(self)
+        for name, checker in checkers(kind).items():
+            try:
+                checker.validate_python(value := getattr(self, name))
+            except ValidationError as error:
+                problem = f"{name}={value!r}: {problem_of(error)}"
+                raise InvalidEnvironmentError(f"environment {self.name!r}: {problem}") from error
+        if self.scorer is not None and self.only == "eval":
+            raise InvalidEnvironmentError(
+                f"environment {self.name!r}: a scorer, such as a teacher, has no effect beside "
+                "only='eval'; remove one of the two"
             )
-        else:
-            return
-        raise InvalidEnvironmentError(f"environment {self.name!r}: {problem}")

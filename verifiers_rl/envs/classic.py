@@ -15,17 +15,16 @@ Model calls go through verifiers' clients, on our HTTP transport. `client_type` 
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
 import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import httpx
+from renderers import create_renderer
 from verifiers.legacy.clients import OpenAIChatCompletionsClient
 from verifiers.legacy.clients.renderer_client import RendererClient
 from verifiers.legacy.utils.async_utils import maybe_call_with_named_args
@@ -37,26 +36,13 @@ from verifiers_rl.envs.base import (
     finite_reward,
     versions_of_tokens,
 )
-from verifiers_rl.envs.records import record_of_state, text_of
+from verifiers_rl.envs.records import record_of_state, text_of, versions_of_reply
 from verifiers_rl.envs.rendering import Renderer, as_vllm_renders
-from verifiers_rl.inference import (
-    ChatReply,
-    RolloutSession,
-    ServerClient,
-    allowed_tokens,
-)
+from verifiers_rl.inference import ChatReply, RolloutSession, ServerClient, allowed_tokens
 from verifiers_rl.process.limits import FILES_OF_ROLLOUT, raise_open_files
 from verifiers_rl.process.loop_thread import run_contained
 from verifiers_rl.requests import GroupRequest
-from verifiers_rl.types import (
-    ALLOWED_TOKENS,
-    ROUTED_EXPERTS,
-    Rollout,
-    Sample,
-    Split,
-    join_column,
-    join_experts,
-)
+from verifiers_rl.types import ALLOWED_TOKENS, ROUTED_EXPERTS, Rollout, Sample, Split, join_column
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +61,7 @@ def samples_from_trajectory(
     one sample, after exactly the tokens that were its context when it was sampled.
 
     Args:
-        steps: the trajectory. Each has `tokens`, and a `response` with what `_KeepsAll` adds.
+        steps: the trajectory. Each has `tokens`, and a `response` with what `keeping_all` adds.
         policy_version: version for steps whose response has none.
         mask_env_responses: leave tokens that the environment put between turns out of the loss.
 
@@ -85,8 +71,7 @@ def samples_from_trajectory(
     chains: list[Any] = []  # for each sample, a list for each of its columns
     so_far: list[int] = []
     for turn, step in enumerate(steps):
-        tokens = step["tokens"]
-        if tokens is None:
+        if (tokens := step["tokens"]) is None:
             raise ValueError(f"turn {turn}: the server returned no token ids or logprobs")
         prompt, sampled = tokens["prompt_ids"], tokens["completion_ids"]
         new_logprobs, num = tokens["completion_logprobs"], len(sampled)
@@ -103,35 +88,26 @@ def samples_from_trajectory(
         in_loss += [trains_added] * num_added + [True] * num
         # NaN: no policy sampled these. The trainer's logprob is used, so ratio 1.
         logprobs += [math.nan if trains_added else 0.0] * num_added + list(new_logprobs)
-        reply = getattr(step.get("response"), "reply", None) or _NOTHING_KNOWN
-        spans = reply.policy_versions or [(0, policy_version)]
+        reply = getattr(step.get("response"), "reply", ChatReply({}))
+        spans = versions_of_reply(reply, policy_version)
         versions += [-1] * num_added + versions_of_tokens(spans, num).tolist()
         # verifiers may have cut the reply.
         allowed = allowed_tokens(*reply.mask)[:num] if reply.mask else None
         masks += [(num_added, None), (num, allowed)]
-        experts.append(reply.experts)
+        if reply.experts is not None:  # of the tokens before, too: the first time sampled them
+            own = reply.experts[sum(num for num, _ in experts) : len(token_ids)]
+            experts.append((len(own), own))
     samples = []
     for *columns, masks, experts in chains:
-        extras = {
-            ALLOWED_TOKENS: join_column(masks),
-            ROUTED_EXPERTS: join_experts(len(columns[0]), experts),
-        }
-        given = {name: column for name, column in extras.items() if column is not None}
-        samples.append(Sample(*columns, extras=given))
+        samples.append(sample := Sample(*columns))
+        experts.append((len(sample.token_ids) - sum(num for num, _ in experts), None))
+        for name, parts in ((ALLOWED_TOKENS, masks), (ROUTED_EXPERTS, experts)):
+            if (column := join_column(parts)) is not None:
+                sample.extras[name] = column
     return samples
 
 
-_NOTHING_KNOWN = ChatReply({}, None, None, None, None)
-
-
 # --- Rollouts -------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Played(Rollout):
-    """A rollout with verifiers' own state; None if the environment raised an error."""
-
-    state: Any = None
 
 
 class ClassicEnvironment:
@@ -142,11 +118,9 @@ class ClassicEnvironment:
         InvalidEnvironmentError: its dataset cannot be read, or no training example is left.
     """
 
-    description = ""
-
     def __init__(self, env: Any, options: RunnerOptions) -> None:
         self.env, self.options, self.name = env, options, options.name
-        self.weights, self.num_overlong_prompts = [1.0], 0
+        self.weights, self.description, self.num_overlong_prompts = [1.0], "", 0
         raise_open_files(FILES_OF_ROLLOUT * options.max_concurrent)
         env.set_max_seq_len(options.max_seq_len)
         _keep_reward_errors(env.rubric)
@@ -158,9 +132,7 @@ class ClassicEnvironment:
             for message in self._examples["train"][0]["prompt"]:
                 as_vllm_renders(dict(message))  # refuses images
         except (ValueError, IndexError) as error:
-            raise InvalidEnvironmentError(
-                f"environment {self.name!r}: its training dataset: {error}"
-            ) from error
+            raise InvalidEnvironmentError(f"environment {self.name!r}: data: {error}") from error
 
     def _without_overlong(self, dataset: Any) -> Any:
         """Return the dataset without the examples whose first prompt is too long."""
@@ -181,21 +153,15 @@ class ClassicEnvironment:
         return [len(self._examples[split])]
 
     async def open(self) -> None:
-        """Make the client of the options' `client_type`; called on the event loop that will use
-        it.
-        """
+        """Choose the client of the options' `client_type`, on the event loop that will use it."""
         options, kind = self.options, self.options.client_type
-        renderer = Renderer(options.tokenizer) if kind.endswith("_token") else None
-        route = _Route(f"{options.base_url}/v1", options.timeout_s, renderer)
-        self._client: Any = ChatClient(route)
+        self._route = _Route(f"{options.base_url}/v1", options.timeout_s)
+        self._route.renderer = Renderer(options.tokenizer) if kind.endswith("_token") else None
+        self._client_of = keeping_all(OpenAIChatCompletionsClient)
         if kind == "renderer":
-            from renderers import create_renderer
-
             made = create_renderer(options.tokenizer)
-            self._client = ExactRendererClient(route, renderer=made)
-
-    async def close(self) -> None:
-        await self._client.close()
+            self._client_of = partial(keeping_all(RendererClient), renderer=made)
+        self.close = self._route.close
 
     async def run_group(self, request: GroupRequest) -> list[Rollout]:
         """Roll out and score one row of the dataset. An error fails only its own rollout.
@@ -204,53 +170,49 @@ class ClassicEnvironment:
         exception in one of them (for example in a tool) would lose the whole group.
         """
         row = {"example_id": request.index, **self._examples[request.split][request.index]}
-        play: Any = partial(self._play, row, request)
-        runs = [request.play(number, play) for number in range(request.num_rollouts)]
-        group: list[Any] = [rollout for (rollout,) in await asyncio.gather(*runs)]
-        scored = [rollout.state for rollout in group if rollout.error is None]
-        try:
-            async with asyncio.timeout(request.timeout_s) as deadline:
-                if scored:
+        states: list[Any] = [None] * request.num_rollouts  # verifiers' own, of those played
+
+        async def play(number: int, session: RolloutSession) -> list[Rollout]:
+            rollout = Rollout(request.index, text_of(row["prompt"][-1:]), env=self.name)
+            client = self._client_of(self._route.of_rollout(session))
+            sampling = {**request.sampling_args}
+            # verifiers' clients pass all of extra_body on, and drop some of the others.
+            options = {"extra_body": sampling | sampling.pop("extra_body", {})}
+            start, states[number] = time.monotonic(), None
+            try:
+                async with session.limited(request.timeout_s):
+                    playing = self.env.rollout(row, client, request.model, options)
+                    states[number] = state = await run_contained(playing)
+                rollout.generation_s = time.monotonic() - start
+                rollout.record, rollout.error = record_of_state(state), state.get("error")
+                if state.get("timed_out"):
+                    raise TimeoutError("the environment's timeout_seconds, or a TimeoutError in it")
+            except Exception as error:  # whatever the environment's own code raises
+                rollout.error = error
+            return [rollout]
+
+        runs = [request.play(n, partial(play, n)) for n in range(request.num_rollouts)]
+        group = [rollout for (rollout,) in await asyncio.gather(*runs)]
+        played = [*zip(group, states, strict=True)]
+        if scored := [state for rollout, state in played if rollout.error is None]:
+            try:
+                async with asyncio.timeout(request.timeout_s) as deadline:
                     await self.env.rubric.score_group(scored)
-                for state in scored:
-                    await self.env.rubric.cleanup(state)
-        except Exception as error:  # whatever the environment's scoring raises
-            late = f"scoring a group took longer than generation_timeout ({request.timeout_s:g} s)"
-            reason = TimeoutError(late) if deadline.expired() else error
-            for rollout in group:
-                rollout.error = rollout.error or reason
-        for rollout in group:
-            if rollout.state is not None:
-                rollout.error = rollout.error or rollout.state.get("error")
-                rollout.record = record_of_state(rollout.state)
+                    for state in scored:
+                        await self.env.rubric.cleanup(state)
+            except Exception as error:  # whatever the environment's scoring raises
+                late = f"scoring took longer than generation_timeout ({request.timeout_s:g} s)"
+                reason = TimeoutError(late) if deadline.expired() else error
+                for rollout in group:
+                    rollout.error = rollout.error or reason
+        for rollout, state in played:
+            rollout.error = rollout.error or state.get("error")
             try:
                 if rollout.error is None:
-                    self._complete(rollout, rollout.state, request.policy_version)
+                    self._complete(rollout, state, request.policy_version)
             except (ValueError, TypeError) as error:
                 rollout.error = error
         return group
-
-    async def _play(
-        self, row: dict[str, Any], request: GroupRequest, session: RolloutSession
-    ) -> list[_Played]:
-        rollout = _Played(request.index, text_of(row["prompt"][-1:]), env=self.name)
-        client, sampling = self._client.of_rollout(session), {**request.sampling_args}
-        # verifiers' clients pass all of extra_body on, and drop some of the others.
-        options = {"extra_body": sampling | sampling.pop("extra_body", {})}
-        start = time.monotonic()
-        try:
-            async with session.limited(request.timeout_s):
-                playing = self.env.rollout(row, client, request.model, options)
-                state = await run_contained(playing)
-            rollout.state, rollout.generation_s = state, time.monotonic() - start
-            if state.get("timed_out"):
-                raise TimeoutError(
-                    "the environment's own timeout_seconds passed, or its code raised TimeoutError"
-                )
-            rollout.error = state.get("error")
-        except Exception as error:  # whatever the environment's own code raises
-            rollout.error = error
-        return [rollout]
 
     def _complete(self, rollout: Rollout, state: Any, policy_version: int) -> None:
         """Fill in what is known after scoring: the samples and the reward. Raises ValueError or
@@ -282,8 +244,7 @@ def _keep_reward_errors(rubric: Any) -> None:
     async def call(objects_of: Any, func: Any, state: Any) -> Any:
         is_group = isinstance(state, list)
         try:
-            called = maybe_call_with_named_args(func, **objects_of(state))
-            result = await run_contained(called)
+            result = await run_contained(maybe_call_with_named_args(func, **objects_of(state)))
             return result if is_group else float(result)
         except Exception as error:  # whatever the function raises
             for failed in state if is_group else [state]:
@@ -308,15 +269,13 @@ class _Route(ServerClient):
     `vf-vllm`: messages become tokens here.
 
     Attributes:
-        replies: by their ids.
+        renderer: makes tokens of messages.
+        replies: of the rollout, by their ids.
     """
 
-    def __init__(self, base_url: str, timeout_s: float, renderer: Renderer | None) -> None:
-        super().__init__(base_url, timeout_s)
-        self._renderer = renderer
-        self.replies: dict[str, ChatReply] = {}
-        # Of the rollout: each turn's messages with its reply, and their tokens.
-        self._turns: list[tuple[list[Any], list[int]]] = []
+    renderer: Renderer | None
+    replies: dict[str, ChatReply]
+    _turns: list[tuple[list[Any], list[int]]]  # each turn's messages with its reply; their tokens
 
     def of_rollout(self, session: RolloutSession) -> _Route:
         route = super().of_rollout(session)
@@ -328,13 +287,11 @@ class _Route(ServerClient):
         is_generate = "sampling_params" in body  # of `renderers`
         if not is_generate and cast_to is not httpx.Response:  # of the environment's own code
             return await super().post(path, cast_to=cast_to, **kwargs)
+        prompt = body["token_ids"] if is_generate else self._prompt_of(body)
         if is_generate:  # its options are those of a chat, in a field
-            body = {**body, **body["sampling_params"]}
-            prompt = body.pop("token_ids")
-            for name in ("sampling_params", "routed_experts_prompt_start"):
-                body.pop(name, None)
-        else:
-            prompt = self._prompt_of(body)
+            own = ("token_ids", "sampling_params", "routed_experts_prompt_start")
+            both = body | body["sampling_params"]
+            body = {name: value for name, value in both.items() if name not in own}
         reply = await self.reply_to(body, prompt)
         completion = reply.completion
         self.replies[completion["id"]] = reply
@@ -355,26 +312,23 @@ class _Route(ServerClient):
 
     def _prompt_of(self, body: dict[str, Any]) -> list[int]:
         """Return the tokens so far and those of new messages, or all of them rendered; none if the
-        server shall render them.
-
-        Raises:
-            jinja2.TemplateError, ValueError: they cannot be rendered.
+        server shall render them. Raises jinja2.TemplateError or ValueError if they cannot be.
         """
-        if self._renderer is None:
+        if self.renderer is None:
             return []
         template = {"tools": body.get("tools"), **body.get("chat_template_kwargs", {})}
         messages = [_plain(message) for message in body["messages"]]
         for said, tokens in reversed(self._turns):
             num_new = len(messages) - len(said)
             if num_new > 0 and messages[: len(said)] == said:
-                extended = self._renderer.extend(tokens, body["messages"], num_new, **template)
+                extended = self.renderer.extend(tokens, body["messages"], num_new, **template)
                 if extended is not None:
                     return extended
-        return self._renderer.render(body["messages"], **template)
+        return self.renderer.render(body["messages"], **template)
 
 
-class _KeepsAll:
-    """What a client here adds to its base: it keeps what the server says of its tokens, and accepts
+def keeping_all(base: Any) -> Any:
+    """Return a class of clients that also keep what the server says of their tokens, and accept
     empty replies.
 
     A policy that ends its turn at once has sampled a token like any other, and must be able to
@@ -382,28 +336,15 @@ class _KeepsAll:
     the rollout from the batch.
     """
 
-    client: _Route
+    class Client(base):
+        async def raise_from_native_response(self, response: Any) -> None:
+            """Accept it."""
 
-    def of_rollout(self, session: RolloutSession) -> Any:
-        """Return the client for the requests of one rollout."""
-        client: Any = copy.copy(self)
-        client._client = self.client.of_rollout(session)
-        return client
+        async def from_native_response(self, response: Any) -> Any:
+            parsed = await super().from_native_response(response)
+            parsed.reply = self.client.replies.pop(parsed.id)
+            if parsed.message.content is None and not parsed.message.tool_calls:
+                parsed.message.content = ""
+            return parsed
 
-    async def raise_from_native_response(self, response: Any) -> None:
-        """Accept it."""
-
-    async def from_native_response(self, response: Any) -> Any:
-        parsed = await super().from_native_response(response)  # type: ignore[misc]
-        parsed.reply = self.client.replies.pop(parsed.id)
-        if parsed.message.content is None and not parsed.message.tool_calls:
-            parsed.message.content = ""
-        return parsed
-
-
-class ChatClient(_KeepsAll, OpenAIChatCompletionsClient):
-    """Sends messages, of which its transport may make tokens."""
-
-
-class ExactRendererClient(_KeepsAll, RendererClient):
-    """Sends tokens that the `renderers` package makes."""
+    return Client

@@ -10,8 +10,8 @@ from typing import Any
 import verifiers.v1 as vf
 from pydantic import ValidationError
 
-from verifiers_rl.did_you_mean import did_you_mean
 from verifiers_rl.envs.base import InvalidEnvironmentError
+from verifiers_rl.option_rules import did_you_mean
 
 REPLY = "completion"  # the parameter of a reward function that gets the model's reply
 

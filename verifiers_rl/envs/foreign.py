@@ -2,7 +2,6 @@
 environment finds the older verifiers that it needs, and others find packages that exclude ours.
 
 trainer's process                                rollout worker, in the other Python
-check_python ── are the packages there? ───►
 ForeignEnvironment ── its table, as JSON ──►     made_there.make_environment, with its examples
                    ◄── how many, ... ──────
                    ── request ─────────────►     rollouts, as in any worker
@@ -14,50 +13,16 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verifiers_rl.envs.base import HOW_TO_MAKE_PYTHON, InvalidEnvironmentError, RunnerOptions
-from verifiers_rl.envs.workers import WorkerPool, clean_environment
-from verifiers_rl.json_text import changed_by_json
+from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
+from verifiers_rl.envs.workers import WorkerPool
 from verifiers_rl.process.loop_thread import LoopThread
 from verifiers_rl.types import Split
-
-# What our code in a worker imports; verifiers brings all of it.
-PACKAGES = ("verifiers", "numpy", "aiohttp", "httpx", "openai", "jinja2", "transformers")
-PROBE_S = 60.0
-PROBE = """
-import importlib.util, json, sys
-missing = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]
-print(json.dumps([sys.version_info[:2], missing]))
-"""
-
-
-def check_python(python: str) -> None:
-    """Raise InvalidEnvironmentError unless rollout workers can run in this interpreter."""
-    reason = ""
-    try:
-        done = subprocess.run(
-            [python, "-c", PROBE, *PACKAGES],
-            capture_output=True,
-            timeout=PROBE_S,
-            env=clean_environment(),
-        )
-        found, missing = json.loads(done.stdout)
-        if found < [3, 11]:
-            reason = f"it is Python {found[0]}.{found[1]}"
-        elif missing:
-            reason = f"it has no {', '.join(missing)}"
-    except OSError as error:
-        reason = str(error.strerror)
-    except (ValueError, subprocess.TimeoutExpired):
-        reason = "it does not run as a Python does"
-    if reason:
-        raise InvalidEnvironmentError(f"python={python!r}: {reason}; {HOW_TO_MAKE_PYTHON}")
 
 
 class ForeignEnvironment:
@@ -80,15 +45,14 @@ class ForeignEnvironment:
         options: RunnerOptions,
         folders: Sequence[Path] = (),
     ) -> None:
-        check_python(python)
-        if found := changed_by_json(table, "env"):
+        if json.loads(json.dumps(table, default=repr)) != table:
             raise InvalidEnvironmentError(
-                f"environment {options.name!r}: {found} would change in JSON, in which it goes to "
-                "another Python; let keys be texts, and values lists, dicts, texts, numbers, "
+                f"environment {options.name!r}: {table!r} would change in JSON, in which it goes "
+                "to another Python; let keys be texts, and values lists, dicts, texts, numbers, "
                 "True, False or None"
             )
         self.name, self.weights = options.name, [1.0]
-        tokenizer = ""
+        tokenizer: str | None = None
         if options.tokenizer is not None:
             tokenizer = tempfile.mkdtemp(prefix="verifiers-rl-tokenizer-")
             weakref.finalize(self, shutil.rmtree, tokenizer)

@@ -25,9 +25,7 @@ def make_environment(recipe: Mapping[str, Any]) -> Any:
         Exception: whatever the loading of a classic one raises.
     """
     options, table = RunnerOptions(**recipe["options"]), recipe["table"]
-    if not options.tokenizer:
-        options = replace(options, tokenizer=None)
-    else:
+    if options.tokenizer is not None:
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no torch
         from transformers import AutoTokenizer
 

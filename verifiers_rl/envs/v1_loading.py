@@ -28,7 +28,6 @@ from verifiers.v1.utils import loaders
 from verifiers.v1.utils.prime import ensure_prime_auth
 
 from verifiers_rl.data import ENDLESS
-from verifiers_rl.did_you_mean import did_you_mean
 from verifiers_rl.envs.base import (
     HOW_TO_MAKE_PYTHON,
     InvalidEnvironmentError,
@@ -38,6 +37,7 @@ from verifiers_rl.envs.base import (
 from verifiers_rl.envs.chat_harness import IN_PROCESS, ChatHarnessConfig
 from verifiers_rl.envs.rendering import as_vllm_renders
 from verifiers_rl.envs.tools import runs_here
+from verifiers_rl.option_rules import did_you_mean
 
 GLOBAL_DEFAULT = "bash"  # verifiers' harness if neither agent nor taskset names one
 NUM_KEPT = 4096  # tasks of a stream in memory: more than the groups of all pending batches

@@ -31,6 +31,7 @@ import logging
 import multiprocessing.spawn
 import os
 import pickle
+import shutil
 import signal
 import socket
 import subprocess
@@ -48,6 +49,7 @@ import numpy as np
 import verifiers_rl
 from verifiers_rl.data import describe_error, printable
 from verifiers_rl.envs.base import (
+    HOW_TO_MAKE_PYTHON,
     InvalidEnvironmentError,
     PortableEnvironment,
     needs_script,
@@ -356,6 +358,8 @@ class Worker:
         Raises:
             InvalidEnvironmentError: it could not make its environments.
         """
+        if shutil.which(self._python or sys.executable) is None:
+            raise self._unfit("no such program")
         process, ours = start_process(self._python, self._recipes)
         self._process, self._num_silent = process, 0
         reader, writer = await asyncio.open_connection(sock=ours)
@@ -363,6 +367,8 @@ class Worker:
         problem = ""
         try:
             said, _ = await asyncio.wait_for(receive(reader), self._load_s)
+            if "is_unfit" in said:
+                raise self._unfit(said["problem"])
             problem = said["problem"]
             if not problem:
                 self._send = Outbox(writer).send
@@ -396,6 +402,12 @@ class Worker:
             problem = problem or f"{end}; see its output above"
             raise InvalidEnvironmentError(f"{self._what}, in {where}: {problem}")
         return problem or end
+
+    def _unfit(self, reason: str) -> InvalidEnvironmentError:
+        """Return the error of a Python that runs no workers."""
+        return InvalidEnvironmentError(
+            f"{self._what}: python={self._python!r}: {reason}; {HOW_TO_MAKE_PYTHON}"
+        )
 
     async def run_group(self, env: int, request: GroupRequest, task: bytes) -> list[Rollout]:
         """Run one group.
@@ -484,14 +496,22 @@ class Worker:
 # The worker's Python may have packages of its own, and this one not. So it gets the folder of this
 # package alone, not the folder in which the package lies, where all others are.
 _MAIN = """
-import importlib.util, sys
+import importlib.util, json, socket, struct, sys
 descriptor, parent, package = sys.argv[1:]
 sys.path[:] = [folder for folder in sys.path if folder]
 spec = importlib.util.spec_from_file_location("verifiers_rl", package)
 sys.modules["verifiers_rl"] = module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-from verifiers_rl.envs.made_there import make_environment
-from verifiers_rl.envs.workers import main
+try:
+    if importlib.util.find_spec("verifiers") is None:
+        raise ImportError("No module named 'verifiers'")
+    spec.loader.exec_module(module)
+    from verifiers_rl.envs.made_there import make_environment
+    from verifiers_rl.envs.workers import main
+except (ImportError, SyntaxError) as error:  # this Python is too old, or lacks packages
+    text = json.dumps({"problem": str(error), "is_unfit": True}).encode()
+    with socket.socket(fileno=int(descriptor)) as connection:
+        connection.sendall(struct.pack("<qq", len(text), 0) + text)
+    sys.exit()
 main(int(descriptor), int(parent), make_environment)
 """
 
@@ -506,16 +526,14 @@ def start_process(
     if any(recipe.get("script") for recipe in recipes):
         names += ["init_main_from_path", "init_main_from_name"]
     ours = {} if python else multiprocessing.spawn.get_preparation_data("rollout worker")
-    if ours:  # a script may have put something else there, such as a Path, which imports ignore
-        ours["sys_path"] = [folder for folder in ours["sys_path"] if isinstance(folder, str)]
-        ours["sys_argv"] = [*map(str, ours["sys_argv"])]
     setup = {
         "recipes": recipes,
         "process": {name: ours[name] for name in names if name in ours},
         "alive_s": ALIVE_S,
         "blocked_s": BLOCKED_S,
     }
-    text = json.dumps(setup).encode()
+    # A script may have put something else into sys.path or sys.argv, such as a Path.
+    text = json.dumps(setup, default=str).encode()
     connection, theirs = socket.socketpair()
     with theirs, tempfile.TemporaryFile() as file:
         file.write(text)

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
         InferenceClient,
         InferenceServerError,
         ServerLostError,
-        generation_key,
         wait_for_servers,
     )
     from verifiers_rl.inference.packed_tokens import allowed_tokens
@@ -27,7 +26,6 @@ HOME = {
     "ServerClient": "rollout_client",
     "ServerLostError": "client",
     "ControlRequest": "client",
-    "generation_key": "client",
     "wait_for_servers": "client",
     "allowed_tokens": "packed_tokens",
 }

@@ -49,10 +49,10 @@ class ChatReply:
     """
 
     completion: dict[str, Any]
-    policy_versions: list[tuple[int, int]] | None
-    sampled: tuple[np.ndarray, np.ndarray] | None
-    mask: tuple[np.ndarray, np.ndarray] | None
-    experts: np.ndarray | None
+    policy_versions: list[tuple[int, int]] | None = None
+    sampled: tuple[np.ndarray, np.ndarray] | None = None
+    mask: tuple[np.ndarray, np.ndarray] | None = None
+    experts: np.ndarray | None = None
 
 
 class ServerClient(AsyncOpenAI):

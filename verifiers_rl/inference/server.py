@@ -18,17 +18,13 @@ import asyncio
 import atexit
 import logging
 import os
-import re
 import secrets
 import signal
 import sys
-import tempfile
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from verifiers_rl.did_you_mean import did_you_mean
 from verifiers_rl.inference.checkpoint import fit_to_checkpoint, model_error
 from verifiers_rl.inference.client import LOOPBACK, TOKEN_VARIABLE, keep_alive, save_token
 from verifiers_rl.inference.generation import NUM_TIES
@@ -50,7 +46,6 @@ OTHER_PROCESSES = (
 )
 NUM_CONNECTIONS = 8192  # at a time, if the system allows it: one for each rollout in flight
 END_DEADLINE_S = 30.0
-MAX_SOCKET_FOLDER = 70  # bytes: the path of a socket has 107, and its name 37 of these
 
 
 def server_cores(cores: list[int], num_workers: int = 1) -> str:
@@ -67,17 +62,6 @@ def server_cores(cores: list[int], num_workers: int = 1) -> str:
     return "|".join(",".join(map(str, chunk)) for chunk in chunks)
 
 
-def flag_error(message: str, flags: Iterable[str]) -> str:
-    """Return argparse's error as one line. For an unknown flag, the line names the nearest one of
-    vLLM's `flags`.
-    """
-    if match := re.match(r"unrecognized arguments: (--?[^ =]+)", message):
-        long_ones = [flag for flag in flags if flag.startswith("--")]
-        hint = did_you_mean(match[1], long_ones, "see vf-vllm --help=all", shown=str)
-        return f"{match[1]}: no such flag; {hint}"
-    return " ".join(message.split())
-
-
 def make_parser() -> Any:
     """Return vLLM's parser with our defaults, which prints an error without 290 lines of usage."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -85,8 +69,7 @@ def make_parser() -> Any:
 
     class FlagParser(FlexibleArgumentParser):
         def error(self, message: str) -> NoReturn:
-            what = flag_error(message, self._option_string_actions)
-            print(f"vf-vllm: error: {what}", file=sys.stderr)
+            print(f"vf-vllm: error: {' '.join(message.split())}", file=sys.stderr)
             sys.exit(2)
 
     parser = make_arg_parser(FlagParser(prog="vf-vllm", description=__doc__))
@@ -182,20 +165,6 @@ def make_token(port: int) -> None:
     )
 
 
-def sockets_error() -> str | None:
-    """Return why vLLM's processes cannot connect by sockets in the folder for temporary files, or
-    None.
-    """
-    name = "VLLM_RPC_BASE_PATH" if os.environ.get("VLLM_RPC_BASE_PATH") else "TMPDIR"
-    folder = os.environ.get("VLLM_RPC_BASE_PATH") or tempfile.gettempdir()
-    if len(os.fsencode(folder)) <= MAX_SOCKET_FOLDER:
-        return None
-    return (
-        f"{name}={folder!r}: has {len(os.fsencode(folder))} bytes, and paths of vLLM's sockets in "
-        f"it need one of at most {MAX_SOCKET_FOLDER}; set {name} to a shorter one"
-    )
-
-
 def end_without_noise(status: int) -> NoReturn:
     """End as Python would, but without what compiled modules print when they are unloaded, and
     without waiting for threads: triton's modules print 30 lines about its leaks.
@@ -250,8 +219,6 @@ def main() -> None:
         from verifiers_rl.process.parent import die_with_parent
 
         die_with_parent(int(parent))
-    if problem := sockets_error():  # first: the rest takes a minute
-        sys.exit(f"vf-vllm: error: {problem}")
     os.environ[SERVER_PID] = str(os.getpid())  # before vLLM loads its plugins
     raise_open_files(NUM_CONNECTIONS)  # vLLM itself asks for a fixed number, or gives up
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

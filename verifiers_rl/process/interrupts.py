@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from verifiers_rl.process.terminal import showing
 
@@ -52,13 +52,6 @@ class Interrupted(SystemExit, KeyboardInterrupt):
         return f"interrupted by {signal.Signals(self.number).name}"
 
 
-class Ranks(Protocol):
-    """What `Interrupts` needs of `distributed.HostGroup`."""
-
-    def begin_max(self, number: int) -> Callable[[], int]: ...
-    def barrier(self, what: str, deadline_s: float) -> None: ...
-
-
 class Interrupts:
     """The signal that has come, if one has, on this rank or on another one.
 
@@ -69,7 +62,7 @@ class Interrupts:
     def __init__(self) -> None:
         self.number: int | None = None
         self._says = False
-        self._ranks: Ranks | None = None
+        self._ranks: Any = None
         self._others: Callable[[], int] | None = None  # waits for the largest number of all ranks
 
     # --- Where a run may end ----------------------------------------------------------------------
@@ -106,13 +99,13 @@ class Interrupts:
     # --- Signals ----------------------------------------------------------------------------------
 
     @contextmanager
-    def handled(self, ranks: Ranks | None, says: bool) -> Iterator[None]:
+    def handled(self, ranks: Any, says: bool) -> Iterator[None]:
         """Inside, note SIGINT and SIGTERM, and end the process at a second one. On the main thread
         only, because Python sets handlers there; elsewhere the handlers stay as they are. If a
         signal came that nothing inside has raised, leaving raises it.
 
         Args:
-            ranks: all processes of the run; None for one process.
+            ranks: all processes of the run, a `distributed.HostGroup`; None for one process.
             says: whether this process tells people what follows a signal.
         """
         global _active

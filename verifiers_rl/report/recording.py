@@ -24,6 +24,7 @@ from transformers import TrainerCallback
 
 from verifiers_rl.config import default_options
 from verifiers_rl.data import describe_error
+from verifiers_rl.json_text import as_json
 from verifiers_rl.process.loop_thread import LoopThread
 from verifiers_rl.process.terminal import showing
 from verifiers_rl.report.metrics import TokenValues
@@ -274,7 +275,7 @@ def row_of(rollout: Rollout, step: int, split: Split, group: int) -> dict[str, A
         "newest_version": int(versions.max()) if len(versions) else None,
         "generation_s": rollout.generation_s,
         "has_tokens": False,
-        **(json.loads(rollout.record) if rollout.record else {"messages": messages}),
+        **json.loads(rollout.record or as_json({"messages": messages})),
     }
 
 

@@ -346,24 +346,19 @@ def _checksum(path: Path) -> str:
 
 def raise_if_damaged(checkpoint: Path, reads_all: bool = False) -> None:
     """Raise RunFolderError if a checkpoint is not as it was written. The error names its files and
-    offers the newest other checkpoint that is whole.
+    the other checkpoints.
 
     Args:
         reads_all: compare checksums of all files; otherwise only sizes, where a file is large.
     """
-    if not (damage := _damage_of(checkpoint, reads_all)):
-        return
-    others = [path for path in checkpoints_of(checkpoint.parent) if path.name != checkpoint.name]
-    whole = next((path for path in reversed(others) if not _damage_of(path, reads_all)), None)
-    fix = (
-        "no other checkpoint there is whole; start anew with --overwrite "
-        "(overwrite_output_dir=True)"
-        if whole is None
-        else f"{whole.name} is whole: go on from it by --trainer.args.resume_from_checkpoint "
-        f"{shlex.quote(str(whole))} in place of --resume, or by "
-        f"train(resume_from_checkpoint={str(whole)!r})"
-    )
-    raise RunFolderError(f"{checkpoint} is damaged: {'; '.join(damage)}. In its folder, {fix}")
+    if damage := _damage_of(checkpoint, reads_all):
+        others = {str(path) for path in checkpoints_of(checkpoint.parent)} - {str(checkpoint)}
+        raise RunFolderError(
+            f"{checkpoint} is damaged: {'; '.join(damage)}. Go on from another one "
+            f"({', '.join(sorted(others)) or 'there is none'}) by --trainer.args."
+            "resume_from_checkpoint in place of --resume, or by train(resume_from_checkpoint=...); "
+            "or start anew with --overwrite (overwrite_output_dir=True)"
+        )
 
 
 def _damage_of(checkpoint: Path, reads_all: bool) -> list[str]:

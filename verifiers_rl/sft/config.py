@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from verifiers_rl.advantages import ADVANTAGES, AdvantageFn, of_rewards
-from verifiers_rl.config import ConfigError, RLConfig, with_help
+from verifiers_rl.config import ConfigError, RLConfig, with_hints
 from verifiers_rl.losses import LossFn, cross_entropy
 from verifiers_rl.option_rules import (
     NotNegativeNumber,
@@ -39,7 +39,7 @@ _UNUSED = {
 _is_loss = must("be 'loss', of the held-out rows", lambda name: name in ("loss", "eval_loss"))
 
 
-@with_help
+@with_hints
 @dataclass
 class SFTConfig(RLConfig):
     """Options of `SFTTrainer`.

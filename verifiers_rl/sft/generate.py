@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import copy
 import errno
 import math
 import os
@@ -62,7 +61,7 @@ NEUTRAL: dict[str, Any] = {
     "include_stop_str_in_output": False,
     "chat_template_kwargs": {},
     "top_p": 1.0,
-    "top_k": None,
+    "top_k": -1,
     "min_p": 0.0,
     "repetition_penalty": 1.0,
     "presence_penalty": 0.0,
@@ -254,13 +253,8 @@ def sampling_of(args: Any, is_vllm: bool) -> dict[str, Any]:
             generation_config.json says: all of them, as a rollout of a run has them. Otherwise
             those that are set, because not every endpoint knows all.
     """
-    if not is_vllm:
-        return {n: getattr(args, n) for n, value in NEUTRAL.items() if getattr(args, n) != value}
-    plain = copy.copy(args)
-    plain.sampling_mask = plain.router_replay = False  # nothing is trained on these tokens
-    options = plain.sampling_args()
-    options |= options.pop("extra_body")
-    return {name: value for name, value in options.items() if name in NEUTRAL and value is not None}
+    options = {name: getattr(args, name) for name in NEUTRAL} | {"top_k": args.top_k or -1}
+    return {n: v for n, v in options.items() if v is not None and (is_vllm or v != NEUTRAL[n])}
 
 
 async def _write(

@@ -27,9 +27,10 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from verifiers_rl.cli.config import Table, Text, Texts, TrainConfig, wrong
+from verifiers_rl.cli.config import Table, TrainConfig, wrong
 from verifiers_rl.cli.plan import assign_gpus
 from verifiers_rl.cli.train import main as main_of
+from verifiers_rl.option_rules import Text, Texts
 from verifiers_rl.sft.conversations import is_file, read_dataset
 
 

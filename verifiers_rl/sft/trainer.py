@@ -160,8 +160,7 @@ class SFTTrainer(RLTrainer):
         last_token: int | None = None
         largest = (-1, "")  # token of the data, and where it is
         if args.process_index == 0:
-            template = cast(dict[str, Any], args.chat_template_kwargs)
-            tokens = Tokenization(processing_class, args.max_seq_len, template)
+            tokens = Tokenization(processing_class, args.max_seq_len, args.chat_template_kwargs)
             rows = tokens.of_rows(train_dataset, "for training", print)
             last_token = tokens.last_token(rows)
             if eval_dataset is not None:
