@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import asynccontextmanager
+from functools import partial
 
 import aiohttp
 import pytest
@@ -9,7 +10,7 @@ from aiohttp import web
 
 from tests import test_environments_v1 as v1
 from verifiers_rl.envs import chat_harness
-from verifiers_rl.envs.chat_harness import CHAT, RefusedError, post_in_memory
+from verifiers_rl.envs.chat_harness import CHAT, ChatHarness, RefusedError, post_in_memory
 
 tokenizer, on_the_path, play = v1.tokenizer, v1.on_the_path, v1.play  # fixtures
 
@@ -47,11 +48,7 @@ def test_replies_are_those_of_the_socket():
             url = f"http://127.0.0.1:{runner.addresses[0][1]}"
             for secret in ("secret", "wrong"):
                 here = post_in_memory(runner, secret)
-
-                async def there(path, body, headers={"Authorization": f"Bearer {secret}"}):  # noqa: B006
-                    async with session.post(url + path, json=body, headers=headers) as reply:
-                        return chat_harness.reply_of(reply.status, await reply.read())
-
+                there = partial(chat_harness.post_over_http, session, url, secret)
                 for path, size in ((CHAT, 3), (CHAT, 150_000), ("/nowhere", 3)):
                     body = {"text": "ä" * size}
                     found = await outcome(here, path, body)
@@ -87,14 +84,18 @@ def test_a_request_runs_in_a_task_of_its_own_and_ends_with_its_caller(is_callers
     asyncio.run(ask())
 
 
-def test_a_chat_at_an_endpoint_that_is_not_of_a_run_is_refused(play, monkeypatch):
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_model_calls_of_the_chat_need_no_socket_in_a_run(play, monkeypatch, is_ours):
     """verifiers' own commands have an interception server that is not one of our environment's."""
     used = []
-    monkeypatch.setattr(
-        chat_harness, "post_in_memory", lambda *given: used.append(1) or post_in_memory(*given)
-    )
+    for way in (chat_harness.post_in_memory, chat_harness.post_over_http):
+
+        def spy(*arguments, way=way):
+            used.append(way.__name__)
+            return way(*arguments)
+
+        monkeypatch.setattr(chat_harness, way.__name__, spy)
+    if not is_ours:
+        monkeypatch.setattr(ChatHarness, "_endpoint_of", lambda *arguments: None)
     play(num_rollouts=3)
-    assert used == [1] * 3
-    monkeypatch.setattr(chat_harness.ChatHarnessConfig, "of", lambda self, env: self)
-    rollouts, _ = play(fails=True)
-    assert "plays in its runs only; take `null`" in str(rollouts[0].error)
+    assert used == ["post_in_memory" if is_ours else "post_over_http"] * 3

@@ -5,6 +5,7 @@ import base64
 import json
 import os
 import random
+import re
 import signal
 import socket
 import stat
@@ -317,6 +318,22 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch, tmp_path):
         with pytest.raises(SystemExit, match=r"cannot be left for trainers: .* Set HOME or"):
             vf_vllm.make_token(8000)
         monkeypatch.delenv(TOKEN_VARIABLE)
+
+
+def test_a_folder_too_long_for_sockets_is_named_at_once(monkeypatch, tmp_path):
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
+    for folder, problem in (("/" + "t" * 69, None), ("/" + "t" * 106, r"TMPDIR='/t+': has 107 b")):
+        monkeypatch.setattr("tempfile.gettempdir", lambda folder=folder: folder)
+        said = vf_vllm.sockets_error()
+        assert said == problem if problem is None else re.match(problem, said)
+    with pytest.raises(SystemExit, match=r"vf-vllm: error: TMPDIR='/t+': has 107 bytes"):
+        vf_vllm.main()
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", "/tmp")  # where vLLM's sockets are then
+    assert vf_vllm.sockets_error() is None
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", "/" + "\xe4" * 40)
+    assert vf_vllm.sockets_error().startswith("VLLM_RPC_BASE_PATH=") and "81 bytes" in (
+        vf_vllm.sockets_error()
+    )
 
 
 # --- Calls of the engines -------------------------------------------------------------------------

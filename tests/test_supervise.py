@@ -161,7 +161,7 @@ def test_restarts_wait_longer_and_longer_until_the_server_was_ready(monkeypatch,
         (
             ["PermissionError: [Errno 13] Permission denied: '/.cache'"],
             1,
-            ": PermissionError: [Errno 13] Permission denied: '/.cache'",
+            ": PermissionError: [Errno 13] Permission denied: '/.cache' (set HOME to a folder",
         ),
         (["INFO loading"], -9, ""),
     ],

@@ -56,6 +56,8 @@ def cause_in(lines: Sequence[str], status: int | None) -> str:
     why = causes[0] if causes else ""
     if re.search("No space left|shared memory|shm", why) or status == 128 + signal.SIGBUS:
         why += " (shared memory, /dev/shm, or the disk is full; docker run --shm-size=8g)"
+    if "PermissionError" in why and not os.access(os.path.expanduser("~"), os.W_OK):
+        why += " (set HOME to a folder that this user can write, for caches)"
     return printable(f": {why.strip()}") if why else ""
 
 

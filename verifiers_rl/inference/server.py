@@ -21,6 +21,7 @@ import os
 import secrets
 import signal
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -46,6 +47,7 @@ OTHER_PROCESSES = (
 )
 NUM_CONNECTIONS = 8192  # at a time, if the system allows it: one for each rollout in flight
 END_DEADLINE_S = 30.0
+MAX_SOCKET_FOLDER = 70  # bytes: the path of a socket has 107, and its name 37 of these
 
 
 def server_cores(cores: list[int], num_workers: int = 1) -> str:
@@ -165,6 +167,20 @@ def make_token(port: int) -> None:
     )
 
 
+def sockets_error() -> str | None:
+    """Return why vLLM's processes cannot connect by sockets in the folder for temporary files, or
+    None.
+    """
+    name = "VLLM_RPC_BASE_PATH" if os.environ.get("VLLM_RPC_BASE_PATH") else "TMPDIR"
+    folder = os.environ.get("VLLM_RPC_BASE_PATH") or tempfile.gettempdir()
+    if len(os.fsencode(folder)) <= MAX_SOCKET_FOLDER:
+        return None
+    return (
+        f"{name}={folder!r}: has {len(os.fsencode(folder))} bytes, and paths of vLLM's sockets in "
+        f"it need one of at most {MAX_SOCKET_FOLDER}; set {name} to a shorter one"
+    )
+
+
 def end_without_noise(status: int) -> NoReturn:
     """End as Python would, but without what compiled modules print when they are unloaded, and
     without waiting for threads: triton's modules print 30 lines about its leaks.
@@ -219,6 +235,8 @@ def main() -> None:
         from verifiers_rl.process.parent import die_with_parent
 
         die_with_parent(int(parent))
+    if problem := sockets_error():  # first: the rest takes a minute
+        sys.exit(f"vf-vllm: error: {problem}")
     os.environ[SERVER_PID] = str(os.getpid())  # before vLLM loads its plugins
     raise_open_files(NUM_CONNECTIONS)  # vLLM itself asks for a fixed number, or gives up
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
