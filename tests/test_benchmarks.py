@@ -72,3 +72,12 @@ def test_a_benchmark_finds_what_it_imports(imported, name):
             for alias in node.names:
                 is_there = hasattr(import_module(module), alias.name)
                 assert is_there or find_spec(f"{module}.{alias.name}"), (module, alias.name)
+
+
+def test_the_gpu_of_weight_syncs_server_is_counted_among_the_visible_ones(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    gpu = import_module("weight_sync").gpu
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpu(1) == "1"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, 7")
+    assert [gpu(0), gpu(1)] == ["5", "7"]
