@@ -330,6 +330,18 @@ def test_layers_whose_adapter_vllm_would_drop_are_named():
     assert layers_without_adapter(manager, names[:4]) == []
 
 
+@pytest.mark.slow  # it imports vLLM
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_logprobs_of_a_prompt_are_refused_where_the_head_may_have_an_adapter():
+    from verifiers_rl.inference.engine import refuse_beside_adapters
+
+    for adapted in (None, ["q_proj", "lm_head"]):
+        with pytest.raises(ValueError, match=r"prompt_logprobs: .* --lora-target-modules"):
+            refuse_beside_adapters(SimpleNamespace(target_modules=adapted))
+    refuse_beside_adapters(SimpleNamespace(target_modules=["q_proj"]))
+    refuse_beside_adapters(None)
+
+
 @pytest.mark.slow
 def test_experts_that_cannot_be_packed_anew_are_an_error_and_not_wrong_weights(with_vllm):
     done = with_vllm["repack"]
