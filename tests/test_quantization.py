@@ -17,7 +17,7 @@ def fit(tmp_path, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **dict(config)}))
         flags = {"limit_mm_per_prompt": {}, "dtype": "auto", "enable_lora": False}
-        flags |= {"quantization": None, "quantization_config": None}
+        flags |= {"quantization": None, "quantization_config": None, "enforce_eager": False}
         args = Namespace(model=str(tmp_path), revision=None, **{**flags, **given})
         return fit_to_checkpoint(args, []), args
 
@@ -59,6 +59,14 @@ def test_a_kind_that_vllm_cannot_make_of_a_push_is_refused(fit):
     assert problem.endswith("online, or train an adapter (--enable-lora)")
     problem, args = fit(quantization="awq", enable_lora=True)
     assert problem is None and args.quantization == "awq"
+
+
+def test_experts_in_fp8_need_eager_mode_or_an_adapter(fit):
+    for config in ({"num_experts": 8}, {"text_config": {"num_local_experts": 8}}):
+        problem, _ = fit(config=config, quantization="fp8")
+        assert problem.startswith("--quantization fp8: with experts, CUDA graphs would go on")
+        for flag in ("enforce_eager", "enable_lora"):
+            assert fit(config=config, quantization="fp8", **{flag: True})[0] is None
 
 
 def test_vllms_cpu_build_is_refused(fit):
