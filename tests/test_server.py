@@ -262,8 +262,14 @@ gpt_oss = GptOssReload(model)
 experts = ("layer.mlp.experts.down_proj_bias", torch.tensor([[5.0], [6.0]]))
 for name, tensor in gpt_oss.prepare([experts, ("layer.self_attn.sinks", sinks)]):
     print(name, tensor.tolist())
-gpt_oss.finish()
-print(model.layer.attn.sinks.tolist())
+class InFloat32:  # as FlashInfer's
+    def process_weights_after_loading(self, dtype):
+        self.sinks = model.layer.attn.sinks.float().tolist(), dtype
+
+model.layer.attn.attn = torch.nn.Module()
+model.layer.attn.attn.impl = InFloat32()
+gpt_oss.finish(torch.bfloat16)
+print(model.layer.attn.sinks.tolist(), *model.layer.attn.attn.impl.sinks)
 print([name for name, _ in GptOssReload(torch.nn.Linear(1, 1)).prepare([experts])])
 """
 
@@ -360,7 +366,7 @@ def test_what_vllms_reload_loses_is_named_and_gpt_oss_loses_nothing(with_vllm):
         "[0.0, 0.0] [[1.0, 1.0], [1.0, 1.0]]",
         "layer.mlp.experts.0.down_proj_bias [5.0]",
         "layer.mlp.experts.1.down_proj_bias [6.0]",
-        "[3.0, 4.0]",
+        "[3.0, 4.0] [3.0, 4.0] torch.bfloat16",
         "['layer.mlp.experts.down_proj_bias']",
     ]
 

@@ -110,8 +110,12 @@ class GptOssReload:
             else:
                 yield name, tensor
 
-    def finish(self) -> None:
-        """Copy the sinks of this worker's heads into the model. Call it behind the reload."""
+    def finish(self, dtype: torch.dtype) -> None:
+        """Copy the sinks of this worker's heads into the model. Call it behind the reload.
+
+        Args:
+            dtype: of the model.
+        """
         from vllm.distributed import get_tensor_model_parallel_rank
 
         parameters = dict(self._model.named_parameters())
@@ -121,3 +125,9 @@ class GptOssReload:
             num_heads = parameters[name].numel()
             start = get_tensor_model_parallel_rank() * num_heads
             parameters[name].data.copy_(tensor[start : start + num_heads])
+        # The reload has let attention take its sinks before they were there. FlashInfer keeps a
+        # copy of them in float32.
+        for module in self._model.modules() if self._sinks else ():
+            attention: Any = getattr(module, "impl", None)
+            if hasattr(attention, "process_weights_after_loading"):
+                attention.process_weights_after_loading(dtype)

@@ -158,7 +158,7 @@ class WeightSyncWorker:
         finally:
             # Also after an unfinished push: else vLLM takes its tensors for part of the next push.
             finalize_layerwise_reload(model, self.vllm_config.model_config)
-        gpt_oss.finish()
+        gpt_oss.finish(self.vllm_config.model_config.dtype)
         if lost:
             raise RuntimeError(
                 f"vLLM's {type(model).__name__} cannot take new weights while it runs: {lost[:3]} "
