@@ -274,13 +274,20 @@ print([name for name, _ in GptOssReload(torch.nn.Linear(1, 1)).prepare([experts]
 """
 
 
+FLAGS_OF_OURS = """
+from verifiers_rl.inference.server import make_parser
+args = make_parser().parse_args(["--model", "m"])
+print(args.host, args.gpu_memory_utilization, args.logprobs_mode)
+"""
+
+
 @pytest.fixture(scope="module")
 def with_vllm(tmp_path_factory):
     """How the scripts above ended, each with its status, stdout and stderr."""
     folder = tmp_path_factory.mktemp("with_vllm")
     variables = {"yield, ours": {"VERIFIERS_RL_SERVER_PID": "1"}, "yield, not ours": {}}
-    variables |= {"repack": {}, "reload": {}}
-    scripts = {"repack": REPACK, "reload": RELOAD}
+    variables |= {"repack": {}, "reload": {}, "flags": {}}
+    scripts = {"repack": REPACK, "reload": RELOAD, "flags": FLAGS_OF_OURS}
     cases = [
         (scripts.get(name, YIELD), given, f"{folder}/{name} 1", f"{folder}/{name} 2")
         for name, given in variables.items()
@@ -353,6 +360,13 @@ def test_experts_that_cannot_be_packed_anew_are_an_error_and_not_wrong_weights(w
     done = with_vllm["repack"]
     assert done.returncode == 1 and "nothing to pack" in done.stdout
     assert "RuntimeError: on a CPU this vLLM cannot take new weights of a mixture" in done.stderr
+
+
+@pytest.mark.slow
+def test_vllms_parser_has_our_defaults(with_vllm):
+    done = with_vllm["flags"]
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "127.0.0.1 0.88 processed_logprobs"
 
 
 @pytest.mark.slow
