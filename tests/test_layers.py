@@ -195,7 +195,8 @@ def test_a_whole_table_also_replaces_what_the_flat_layout_has_set(compose, words
     assert compose(flat, words=words).trainer.args["chat_template_kwargs"] == kwargs
 
 
-def test_servers_that_run_already_can_be_left_out(compose):
+def test_servers_that_run_already_can_be_left_out(compose, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     text = BASE + 'vllm_servers = ["localhost:8000"]\n'
     for words in ("--trainer.args.vllm_servers none", "--trainer.args.vllm_servers=None"):
         config = compose(text, words=words)
