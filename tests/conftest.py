@@ -72,10 +72,15 @@ def free_port() -> int:
 
 @contextmanager
 def running_server(
-    model: Path, log: Path, *flags: str, port: int | None = None, dtype: str = "float32"
+    model: Path,
+    log: Path,
+    *flags: str,
+    port: int | None = None,
+    dtype: str = "float32",
+    module: str = "verifiers_rl.inference.server",
 ) -> Iterator[Server]:
     port = port or free_port()
-    command = [sys.executable, "-m", "verifiers_rl.inference.server", "--model", str(model)]
+    command = [sys.executable, "-m", module, "--model", str(model)]
     command += ["--port", str(port), "--dtype", dtype, "--enforce-eager"]
     command += ["--max-model-len", "128", *flags]
     environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}  # vLLM then has more control routes
@@ -85,6 +90,7 @@ def running_server(
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
+            cwd=ROOT,
             env=environment,
             stdout=output,
             stderr=subprocess.STDOUT,
