@@ -59,7 +59,7 @@ def main() -> None:
     from tests.helpers import make_tiny_model
     from verifiers_rl.config import RLConfig
     from verifiers_rl.report import rollouts
-    from verifiers_rl.report.recording import RolloutFiles
+    from verifiers_rl.report.recording import RunFiles
 
     rollouts.FILE_S = 0.0
 
@@ -72,7 +72,7 @@ def main() -> None:
             args=args, processing_class=make_tokenizer(), model=make_tiny_model(), batch=None,
             state=SimpleNamespace(global_step=0), orchestrator=None,
         )  # fmt: skip
-        files, state = RolloutFiles(trainer), trainer.state
+        files, state = RunFiles(trainer), trainer.state
         batches = [make_batch(options.rollouts, options.length, step) for step in range(4)]
         on_trainer, on_writer, waited = [], [], []
         with files.open():

@@ -7,6 +7,7 @@ import os
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch: processes side by side share the cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import re
 import secrets
 import signal
 import socket
@@ -14,17 +15,27 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
 
-from tests.helpers import EXAMPLE_MODULE, ROOT
-from verifiers_rl import Orchestrator, RLConfig
+from tests.helpers import (
+    EXAMPLE_MODULE,
+    ROOT,
+    StubRunner,
+    StubSink,
+    StubSource,
+    load_example,
+    make_tiny_model,
+    stub_servers,
+)
+from verifiers_rl import Orchestrator, RLConfig, RLTrainer
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
 
 # A shell starts commands in the background with Ctrl-C ignored, and a process passes that on.
@@ -65,9 +76,64 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
 
+def wait_until(
+    condition: Callable[[], Any], seconds: float = 30.0, what: Callable[[], Any] = lambda: ""
+) -> None:
+    """Wait for what nobody tells of; `what` is shown if it does not come."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.05)
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return probe.getsockname()[1]
+
+
+class Started:
+    """A process with its output in a file. It ends with the block, and what it has started."""
+
+    def __init__(self, command: list[str], environment: Mapping[str, str], log: Path) -> None:
+        self.command, self.environment, self.log = command, environment, log
+
+    def __enter__(self) -> Started:
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(
+                self.command,
+                env=self.environment,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):  # the SIGKILL below
+                self.process.wait(20)
+        with suppress(ProcessLookupError):  # all gone
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def said(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def wait_until(self, condition: Callable[[], Any], seconds: float = 240.0) -> None:
+        """Wait for this while the process runs."""
+        deadline = time.monotonic() + seconds
+        while True:
+            is_over = self.process.poll() is not None or time.monotonic() > deadline
+            if condition():
+                return
+            if is_over:
+                raise RuntimeError(self.said()[-6000:])
+            time.sleep(0.2)
+
+    def wait_for(self, pattern: str) -> None:
+        """Wait for this in its output."""
+        self.wait_until(lambda: re.search(pattern, self.said()))
 
 
 @contextmanager
@@ -84,42 +150,21 @@ def running_server(
     command += ["--port", str(port), "--dtype", dtype, "--enforce-eager"]
     command += ["--max-model-len", "128", *flags]
     environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}  # vLLM then has more control routes
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)  # where tests' own servers are
     # It ends with this process, also where that is killed. Linux would end it with another thread.
     if threading.current_thread() is threading.main_thread():
         environment["VERIFIERS_RL_DIE_WITH_PARENT"] = str(os.getpid())
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        client = InferenceClient("127.0.0.1", port)
-        deadline = time.monotonic() + 240
-        while True:
-            try:
-                client.status()
-                break
-            except InferenceServerError as error:
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"{error}\n{log.read_text()[-6000:]}") from error
-            time.sleep(0.5)
-        yield Server(port, process, log)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                pass  # the SIGKILL below
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # all gone
-        process.wait()
+    client = InferenceClient("127.0.0.1", port)
+
+    def answers() -> bool:
+        with suppress(InferenceServerError):
+            return bool(client.status())
+        return False
+
+    with Started(command, environment, log) as started:
+        started.wait_until(answers)
+        yield Server(port, started.process, log)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -161,6 +206,87 @@ def processes_of(folder):
         except OSError:
             pass  # it ended meanwhile, or is not ours
     return found
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return load_example("warm_start").make_tokenizer()
+
+
+@pytest.fixture
+def make_trainer(tokenizer, tmp_path):
+    """Makes trainers of a tiny model, with stand-ins for environment and server."""
+
+    def make(
+        model=None, source=None, sink=None, loss_fn=None, callbacks=(), peft_config=None,
+        kind=RLTrainer, **options,
+    ):  # fmt: skip
+        defaults = {
+            "output_dir": str(tmp_path / "run"),
+            "use_cpu": True,
+            "use_lora": False,
+            "batch_size": 8,
+            "rollouts_per_example": 4,
+            "micro_batch_size": 4,
+            "max_seq_len": 32,
+            "max_steps": 3,
+            "learning_rate": 1e-2,
+            "save_strategy": "no",
+            "disable_tqdm": True,
+        }
+        return kind(
+            model or make_tiny_model(), None, RLConfig(**{**defaults, **options}), tokenizer,
+            loss_fn, peft_config, orchestrator=source or StubSource(),
+            weight_sync=sink or StubSink(), callbacks=list(callbacks),
+        )  # fmt: skip
+
+    return make
+
+
+@pytest.fixture
+def make_whole(tokenizer, tmp_path, monkeypatch):
+    """Makes trainers with their own parts, except stand-ins for the servers and the rollouts."""
+    runner, servers = StubRunner(), stub_servers(monkeypatch)
+    monkeypatch.setattr("verifiers_rl.wiring.make_runner", lambda *args: runner)
+
+    def make(kind=RLTrainer, env="env", parts=None, **options):
+        options |= {"output_dir": str(tmp_path / "run"), "use_cpu": True, "disable_tqdm": True}
+        args = RLConfig(**options, overwrite_output_dir=True, save_strategy="no")
+        return kind(make_tiny_model(), env, args, tokenizer, **parts or {})
+
+    make.runner, make.servers = runner, servers
+    return make
+
+
+@pytest.fixture
+def kept_handlers():
+    """Signal handlers as they were, afterwards."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def run_main(monkeypatch, capfd, kept_handlers):
+    """Runs main() of a command with these words in this process, which saves imports. Returns its
+    exit status, and what it printed to stdout and stderr.
+    """
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the TOML's folder is put there
+    monkeypatch.setenv(TOKEN_VARIABLE, os.environ[TOKEN_VARIABLE])  # vf-rl sets one of its own
+
+    def run_main(main, *words):
+        monkeypatch.setattr(sys, "argv", ["vf", *map(str, words)])
+        capfd.readouterr()
+        status = 0
+        try:
+            main()
+        except SystemExit as ended:
+            status = ended.code
+        return status, *capfd.readouterr()
+
+    return run_main
 
 
 @pytest.fixture

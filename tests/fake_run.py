@@ -1,10 +1,10 @@
 """Write the folder of a run that never happened, with plausible rollouts.
 
-    python -m tests.fake_run FOLDER [--rollouts 100000] [--steps 200] [--seed 0] [--tokens-of 0.05]
+    python -m tests.fake_run FOLDER [--rollouts 100000] [--steps 200]
 
 The files of rollouts come from the writer that runs use. Tests and benchmarks of what reads these
 files need many rollouts of all kinds: turns, tool calls, reasoning, branches, errors, cut replies,
-groups that a filter rejected, evaluations, two environments.
+evaluations, two environments.
 """
 
 from __future__ import annotations
@@ -36,159 +36,96 @@ STEP_S = 24.0
 
 
 def sentence(rng: random.Random, num_words: int) -> str:
-    words = rng.choices(WORDS, k=num_words)
-    return " ".join(words).capitalize() + "."
+    return " ".join(rng.choices(WORDS, k=num_words)).capitalize() + "."
 
 
-class Invented:
-    """Makes rollouts. `skill`, 0 to 1, says how good the policy is by now."""
+def conversation(rng: random.Random, env: str, question: str, version: int) -> dict[str, Any]:
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "Answer step by step."}]
+    messages.append({"role": "user", "content": question})
+    turns: list[dict[str, Any]] = []
+    now = 0.0
+    for turn in range(rng.choice((1, 1, 1, 2, 3)) if env == "calculator" else 1):
+        if turn:  # the one before called a tool
+            a, call_id = rng.randint(2, 999), f"call_{turn}"
+            function = {"name": "calculate", "arguments": json.dumps({"expression": f"{a} * 2"})}
+            call = {"id": call_id, "type": "function", "function": function}
+            messages[-1]["tool_calls"], turns[-1]["finish_reason"] = [call], "tool_calls"
+            messages.append({"role": "tool", "content": str(2 * a), "tool_call_id": call_id})
+            now += rng.uniform(0.002, 0.4)
+        size = rng.randint(10, 120)
+        end_s = now + size * rng.uniform(0.01, 0.03)
+        numbers = {"num_prompt_tokens": 50 + 100 * turn, "num_sampled_tokens": size}
+        numbers |= {"begin_s": round(now, 3), "end_s": round(end_s, 3), "policy_version": version}
+        turns.append({"message": len(messages), "finish_reason": "stop", **numbers})
+        messages.append({"role": "assistant", "content": sentence(rng, size // 2)})
+        if rng.random() < 0.3:
+            messages[-1]["reasoning_content"] = sentence(rng, size // 4)
+        now = end_s
+    return {"messages": messages, "turns": turns, "generation_s": round(now, 3)}
 
-    def __init__(self, seed: int) -> None:
-        self.rng = random.Random(seed)
-        self.numbers = np.random.default_rng(seed)
 
-    def conversation(self, env: str, question: str) -> dict[str, Any]:
-        rng = self.rng
-        at = 0.0
-        messages: list[dict[str, Any]] = [{"role": "system", "content": "Answer step by step."}]
-        messages.append({"role": "user", "content": question})
-        turns: list[dict[str, Any]] = []
-        num_turns = rng.choice((1, 1, 1, 2, 3)) if env == "calculator" else 1
-        num_prompt = 12 + len(question) // 4
-        for turn in range(num_turns):
-            is_last = turn == num_turns - 1
-            num_sampled = rng.randint(10, 120)
-            duration = num_sampled * rng.uniform(0.01, 0.03)
-            reply: dict[str, Any] = {
-                "role": "assistant",
-                "content": sentence(rng, num_sampled // 2),
-            }
-            if rng.random() < 0.3:
-                reply["reasoning_content"] = sentence(rng, rng.randint(8, 40))
-            turns.append(
-                {
-                    "message": len(messages),
-                    "begin_s": round(at, 3),
-                    "end_s": round(at + duration, 3),
-                    "num_prompt_tokens": num_prompt,
-                    "num_sampled_tokens": num_sampled,
-                    "policy_version": 0,
-                    "finish_reason": "stop" if is_last else "tool_calls",
-                }
-            )
-            at += duration
-            num_prompt += num_sampled
-            messages.append(reply)
-            if is_last:
-                break
-            a, b = rng.randint(2, 999), rng.randint(2, 999)
-            arguments = json.dumps({"expression": f"{a} * {b}"})
-            function = {"name": "calculate", "arguments": arguments}
-            call = {"id": f"call_{turn}", "type": "function", "function": function}
-            reply["tool_calls"] = [call]
-            messages.append({"role": "tool", "content": str(a * b), "tool_call_id": call["id"]})
-            at += rng.uniform(0.002, 0.4)
-        return {"messages": messages, "turns": turns, "generation_s": round(at, 3)}
-
-    def group(self, step: int, number: int, split: str, example: int, skill: float) -> list[Any]:
-        rng = self.rng
-        env = ("calculator", "trivia")[rng.random() < 0.4]
-        question = f"Question {example}: {sentence(rng, 14)}"
-        num_rollouts = 1 if split == "eval" else GROUP
-        is_hard = rng.random()
-        rows = []
-        for _ in range(num_rollouts):
-            row = self.conversation(env, question)
-            version = step if split == "eval" else max(step - 1 - (rng.random() < 0.5), 0)
-            for turn in row["turns"]:
-                turn["policy_version"] = version
-            correct = float(rng.random() < skill * (1.2 - is_hard))
-            style = round(rng.random(), 3)
-            has_error, is_cut = rng.random() < 0.01, rng.random() < 0.03
-            if is_cut:
-                row["turns"][-1]["finish_reason"] = "length"
-            if rng.random() < 0.02 and len(row["messages"]) > 3:
-                row["other_branches"] = [row["messages"][:3]]
-            num_sampled = sum(turn["num_sampled_tokens"] for turn in row["turns"])
-            num_tokens = row["turns"][-1]["num_prompt_tokens"]
-            num_tokens += row["turns"][-1]["num_sampled_tokens"]
-            rows.append(
-                {
-                    "step": step,
-                    "split": split,
-                    "env": env,
-                    "role": "agent",
-                    "example": example,
-                    "group": number,
-                    "reward": None if has_error else correct + 0.1 * style,
-                    "rewards": []
-                    if has_error
-                    else [{"name": "correct", "value": correct}, {"name": "style", "value": style}],
-                    "advantage": None,
-                    "is_truncated": is_cut,
-                    "in_loss": split == "train",
-                    "error": "TimeoutError: a tool took longer than 30 s" if has_error else None,
-                    "num_turns": len(row["turns"]),
-                    "num_tokens": num_tokens,
-                    "num_sampled_tokens": num_sampled,
-                    "oldest_version": version,
-                    "newest_version": version,
-                    "begun_at": BEGUN_AT + STEP_S * (step - 1) + round(rng.uniform(0, 9), 3),
-                    "has_tokens": False,
-                    **row,
-                }
-            )
-        rewards = [row["reward"] for row in rows if row["reward"] is not None]
-        is_rejected = len(set(rewards)) < 2
-        for row in rows:
-            if row["reward"] is None or split == "eval" or is_rejected:
-                row["in_loss"] = False
-            if row["reward"] is not None and split == "train":
-                row["advantage"] = row["reward"] - sum(rewards) / len(rewards)
-        return rows
-
-    def tokens(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Columns for the tokens of this row, in which words stand for tokens."""
-        numbers = self.numbers
-        words: list[str] = []
-        is_sampled: list[bool] = []
-        for message in row["messages"]:
-            text = f"<{message['role']}> {message.get('reasoning_content', '')}{message['content']}"
-            own = [f"{word} " for word in text.split()]
-            words += own
-            is_sampled += [message["role"] == "assistant"] * len(own)
-        size, sampled = len(words), np.array(is_sampled)
-        logprobs = np.where(sampled, -numbers.exponential(0.6, size), 0).astype(np.float32)
-        moved = logprobs + numbers.normal(0, 0.05, size).astype(np.float32)
-        nan = np.float32(math.nan)
-        return {
-            "sample": np.zeros(size, np.int32),
-            "token_ids": numbers.integers(0, 2**15, size, dtype=np.int32),
-            "token_texts": words,
-            "loss_mask": sampled, "inference_logprobs": logprobs,
-            "trainer_logprobs": np.where(sampled, np.minimum(moved, 0), nan),
-            "entropy": np.where(sampled, numbers.exponential(0.5, size).astype(np.float32), nan),
-            "advantages": np.where(sampled, row["advantage"] or 0.0, 0.0).astype(np.float32),
-            "policy_versions": np.where(sampled, row["oldest_version"], -1).astype(np.int32),
-            "is_masked": sampled & (numbers.random(size) < 0.01),
+def group(rng: random.Random, step: int, number: int, split: str, skill: float) -> list[Any]:
+    """The rollouts of one example. `skill`, 0 to 1, says how good the policy is by now."""
+    env = rng.choice(("calculator", "trivia"))
+    example = number if split == "eval" else rng.randrange(5000)
+    question = f"Question {example}: {sentence(rng, 14)}"
+    difficulty = rng.random()
+    rows = []
+    for _ in range(1 if split == "eval" else GROUP):
+        version = max(step - rng.choice((1, 2)), 0)
+        said = conversation(rng, env, question, version)
+        num_sampled = sum(turn["num_sampled_tokens"] for turn in said["turns"])
+        style, correct = 0.1 * rng.random(), float(rng.random() < skill * (1.2 - difficulty))
+        error = "TimeoutError: a tool took over 30 s" if rng.random() < 0.01 else None
+        row = {
+            "step": step, "split": split, "env": env, "example": example, "group": number,
+            "error": error, "reward": None if error else correct + style, "has_tokens": False,
+            "rewards": [{"name": "correct", "value": correct}, {"name": "style", "value": style}],
+            "is_truncated": rng.random() < 0.03, "num_turns": len(said["turns"]),
+            "num_sampled_tokens": num_sampled, "num_tokens": 50 + num_sampled, "in_loss": False,
+            "oldest_version": version, "newest_version": version,
+            "begun_at": BEGUN_AT + STEP_S * step,
+            "other_branches": [said["messages"][:2]] if rng.random() < 0.02 else None,
         }  # fmt: skip
+        rows.append(row | said)
+    scored = [row for row in rows if row["reward"] is not None and split == "train"]
+    for row in scored:
+        mean = sum(one["reward"] for one in scored) / len(scored)
+        row |= {"advantage": row["reward"] - mean, "in_loss": True}
+    return rows
+
+
+def tokens(row: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Columns for the tokens of this row, in which words stand for tokens."""
+    words: list[str] = []
+    sizes = []
+    for message in row["messages"]:
+        text = f"<{message['role']}> {message.get('reasoning_content', '')}{message['content']}"
+        sizes.append(len(text.split()))
+        words += [f"{word} " for word in text.split()]
+    sampled = np.repeat([message["role"] == "assistant" for message in row["messages"]], sizes)
+    numbers = np.random.default_rng(seed).normal(size=(4, len(words))).astype(np.float32)
+    inference, moved, entropy, outlier = np.where(sampled, numbers, 0.0)
+    return {
+        "has_tokens": True, "sample": np.zeros(len(words), np.int32), "token_texts": words,
+        "token_ids": np.arange(len(words), dtype=np.int32), "loss_mask": sampled,
+        "inference_logprobs": -abs(inference),
+        "trainer_logprobs": np.where(sampled, -abs(inference + 0.05 * moved), math.nan),
+        "entropy": np.where(sampled, abs(entropy), math.nan),
+        "advantages": np.where(sampled, row["advantage"], 0.0).astype(np.float32),
+        "policy_versions": np.where(sampled, row["oldest_version"], -1).astype(np.int32),
+        "is_masked": outlier > 2.3,
+    }  # fmt: skip
 
 
 def metrics_row(rows: list[Any], step: int, rng: random.Random) -> dict[str, float]:
     rewards = [row["reward"] for row in rows if row["reward"] is not None]
-    train_s, wait_s, sync_s = rng.uniform(14, 16), rng.uniform(3, 8), rng.uniform(0.4, 0.6)
+    train_s, wait_s = rng.uniform(14, 16), rng.uniform(3, 8)
     return {
         "step": step, "loss": rng.gauss(0, 0.01), "grad_norm": rng.uniform(0.2, 0.5),
-        "learning_rate": 1e-5, "reward": float(np.mean(rewards)),
-        "reward_std": float(np.std(rewards)), "entropy": 0.9 * 0.995**step,
-        "importance_ratio": 1 + rng.gauss(0, 0.002), "mismatch_kl": rng.uniform(5e-4, 2e-3),
-        "error_share": sum(row["error"] is not None for row in rows) / len(rows),
-        "truncated_share": float(np.mean([row["is_truncated"] for row in rows])),
-        "completion_tokens": float(np.mean([row["num_sampled_tokens"] for row in rows])),
-        "num_turns": float(np.mean([row["num_turns"] for row in rows])),
-        "num_tokens": float(sum(row["num_tokens"] for row in rows)),
-        "generation_s": rng.uniform(15, 22), "wait_s": wait_s, "sync_s": sync_s,
-        "train_s": train_s, "step_s": train_s + wait_s + sync_s + 0.3, "epoch": step,
+        "reward": float(np.mean(rewards)), "entropy": 0.9 * 0.995**step,
+        "mismatch_kl": rng.uniform(5e-4, 2e-3), "train_s": train_s, "wait_s": wait_s,
+        "error_share": 1 - len(rewards) / len(rows), "step_s": train_s + wait_s + 0.3,
     }  # fmt: skip
 
 
@@ -201,46 +138,31 @@ def write_fake_run(
         num_rollouts: about so many, evaluations included.
         tokens_of: share of the groups whose tokens are written.
     """
-    invented = Invented(seed)
-    rng = invented.rng
-    num_evaluations = num_steps // EVERY
-    num_groups = max((num_rollouts - num_evaluations * NUM_EVAL) // (GROUP * num_steps), 1)
+    rng = random.Random(seed)
+    num_trained = num_rollouts - num_steps // EVERY * NUM_EVAL
+    num_groups = max(num_trained // (GROUP * num_steps), 1)
     folder.mkdir(parents=True, exist_ok=True)
-    write_run(
-        folder,
-        {
-            "format": 2, "run_name": f"fake-{seed}", "model": "Qwen/Qwen3-0.6B",
-            "args": {"learning_rate": 1e-5 * (1 + seed), "batch_size": num_groups * GROUP},
-            "max_steps": num_steps, "begun_at": BEGUN_AT, "status": "finished", "pid": 1,
-            "ended_at": BEGUN_AT + STEP_S * num_steps,
-            "versions": {"verifiers_rl": "0.1.0", "torch": "2.11.0", "transformers": "5.5.0",
-                         "vllm": "0.31.0", "verifiers": "0.4.0"},
-        },
-    )  # fmt: skip
+    run = {"run_name": f"fake-{seed}", "model": "Qwen/Qwen3-0.6B", "status": "finished", "pid": 1}
+    run["args"] = {"learning_rate": 1e-5 * (1 + seed), "batch_size": num_groups * GROUP}
+    times = {"begun_at": BEGUN_AT, "ended_at": BEGUN_AT + STEP_S * num_steps}
+    write_run(folder, {"format": 2, "max_steps": num_steps, **run, **times})
     writer = RolloutWriter(folder, 1)
-    num_with_tokens = 0
     with (folder / METRICS).open("w") as metrics:
         for step in range(1, num_steps + 1):
             skill = 0.2 + 0.7 * (1 - math.exp(-2 * step / num_steps))
             rows: list[Any] = []
             for number in range(num_groups):
-                example = rng.randrange(5000)
-                group = invented.group(step, number, "train", example, skill)
-                total = ((step - 1) * num_groups + number + 1) * tokens_of
-                if total >= num_with_tokens + 1:
-                    num_with_tokens += 1
-                    for row in group:
-                        if row["error"] is None:
-                            row |= {"has_tokens": True, **invented.tokens(row)}
-                rows += group
+                rows += (made := group(rng, step, number, "train", skill))
+                if (step * num_groups + number) % round(1 / tokens_of) == 0:
+                    for row in made:
+                        row |= {} if row["error"] else tokens(row, rng.getrandbits(32))
             metrics.write(as_line(metrics_row(rows, step, rng)) + "\n")
             writer.append(rows, step)
             if step % EVERY == 0:
-                groups = [invented.group(step, n, "eval", n, skill) for n in range(NUM_EVAL)]
-                rewards = [row["reward"] or 0.0 for (row,) in groups]
-                writer.append([row for group in groups for row in group])
-                of_evaluation = {"step": step, "eval_reward": float(np.mean(rewards))}
-                metrics.write(as_line(of_evaluation) + "\n")
+                rows = [group(rng, step, number, "eval", skill)[0] for number in range(NUM_EVAL)]
+                writer.append(rows)
+                reward = sum(row["reward"] or 0.0 for row in rows) / NUM_EVAL
+                metrics.write(as_line({"step": step, "eval_reward": reward}) + "\n")
             writer.flush()  # as where steps are long
 
 
@@ -251,10 +173,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rollouts", type=int, default=100_000)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tokens-of", type=float, default=0.05)
     options = parser.parse_args()
-    write_fake_run(options.folder, options.rollouts, options.steps, options.seed, options.tokens_of)
+    write_fake_run(options.folder, options.rollouts, options.steps)
 
 
 if __name__ == "__main__":

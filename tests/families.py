@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,14 @@ EOS, PAD = 257, 256
 FIRST_EXTRA = 261  # ids of a family's own tokens begin here
 VOCABULARY = 272
 
+# What stands before a turn of system, user, assistant, tool.
+CHATML = ("<im>system\\n", "<im>user\\n", "<im>assistant\\n", "<im>tool\\n")
+HEADERS = ("<hd>system</hd>\\n", "<hd>user</hd>\\n", "<hd>assistant</hd>\\n", "<hd>tool</hd>\\n")
+MODEL_TURNS = ("<turn>user\\n", "<turn>user\\n", "<turn>model\\n", "<turn>user\\n")
+CHANNELS = ("<start>system<msg>", "<start>user<msg>", "<start>assistant", "<start>tool<msg>")
+BARE = ("<|system|>", "<|user|>", "<|assistant|>", "<|user|>")
+BRACKETS = ("[SYS]", "[INST]", "[/INST]", "[RESULT]")
+
 
 @dataclass(frozen=True)
 class Family:
@@ -34,7 +42,9 @@ class Family:
         like: the checkpoint of the hub that the tiny one is like.
         traits: what is particular about it, a few words.
         write: writes the checkpoint into a folder.
-        template: its chat template.
+        turns: what stands in its chat template before a turn of system, user, assistant, tool.
+        thinks: the model thinks before it replies; earlier thoughts leave the prompt, and
+            `enable_thinking=False` closes the thought before it begins.
         tokens: its own special tokens, and the attributes of the tokenizer that name them.
         has_experts: whether its layers have experts, which vLLM serves without adapters on a CPU.
         server_dtype: in which vLLM's CPU build has kernels for it.
@@ -44,8 +54,9 @@ class Family:
     like: str
     traits: str
     write: Callable[[Path], None]
-    template: str
-    tokens: dict[str, str]
+    turns: tuple[str, ...] = CHATML
+    thinks: bool = True
+    tokens: dict[str, str] = field(default_factory=dict)
     has_experts: bool = False
     server_dtype: str = "float32"
 
@@ -62,7 +73,7 @@ def write_family(name: str, folder: Path) -> Family:
         eos_token="<|end|>",
         pad_token="<|pad|>",
         extra_special_tokens=named,
-        chat_template=family.template,
+        chat_template=chat_template(*family.turns, family.thinks),
     )
     assert len(tokenizer) <= VOCABULARY
     tokenizer.save_pretrained(folder)
@@ -104,14 +115,6 @@ def chat_template(system: str, user: str, assistant: str, tool: str, thinking: b
         "{{- '<|end|>' -}}{%- endfor -%}"
         "{%- if add_generation_prompt -%}{{- '" + assistant + "' -}}" + no_thought + "{%- endif -%}"
     )
-
-
-CHATML = ("<im>system\\n", "<im>user\\n", "<im>assistant\\n", "<im>tool\\n")
-HEADERS = ("<hd>system</hd>\\n", "<hd>user</hd>\\n", "<hd>assistant</hd>\\n", "<hd>tool</hd>\\n")
-MODEL_TURNS = ("<turn>user\\n", "<turn>user\\n", "<turn>model\\n", "<turn>user\\n")
-CHANNELS = ("<start>system<msg>", "<start>user<msg>", "<start>assistant", "<start>tool<msg>")
-BARE = ("<|system|>", "<|user|>", "<|assistant|>", "<|user|>")
-BRACKETS = ("[SYS]", "[INST]", "[/INST]", "[RESULT]")
 
 
 # --- Models --------------------------------------------------------------------------------------
@@ -208,40 +211,57 @@ write_gpt_oss = causal_lm(
     sliding_window=32,
 )
 LLAMA3_ROPE = {
-    **{"rope_type": "llama3", "rope_theta": 500000.0, "factor": 4.0, "low_freq_factor": 1.0},
-    **{"high_freq_factor": 4.0, "original_max_position_embeddings": 128},
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
 }
 YARN = {
-    **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32, "beta_slow": 1},
-    **{"mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 128},
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 128,
 }
 SMALL_TOWER = {
-    **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1},
-    **{"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
 }
 QWEN_IMAGES = {
-    **{"image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 16, "merge_size": 2},
-    **{"temporal_patch_size": 2, "size": {"shortest_edge": 1024, "longest_edge": 4096}},
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "patch_size": 16,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "size": {"shortest_edge": 1024, "longest_edge": 4096},
 }
 QWEN_TOKENS = {"image": "<|image_pad|>", "start": "<|vision_start|>", "end": "<|vision_end|>"}
 
 FAMILIES = {
     "qwen3": Family(
         "Qwen3", "Qwen3-0.6B", "tied head", causal_lm("Qwen3", tie_word_embeddings=True),
-        chat_template(*CHATML, thinking=True), {},
+        
     ),
     "qwen3_moe": Family(
         "Qwen3 MoE", "Qwen3-30B-A3B", "experts",
         causal_lm("Qwen3Moe", **EXPERTS, num_experts=4, norm_topk_prob=True),
-        chat_template(*CHATML, thinking=True), {}, has_experts=True,
+        has_experts=True,
     ),
     "qwen3_5": Family(
         "Qwen3.5", "Qwen3.5-4B", "gated delta net, vision tower, tied head", qwen3_5(False),
-        chat_template(*CHATML, thinking=True), QWEN_TOKENS, server_dtype="bfloat16",
+        tokens=QWEN_TOKENS, server_dtype="bfloat16",
     ),
     "qwen3_5_moe": Family(
         "Qwen3.5 MoE", "Qwen3.5-35B-A3B", "gated delta net, experts, vision tower", qwen3_5(True),
-        chat_template(*CHATML, thinking=True), QWEN_TOKENS, True, "bfloat16",
+        tokens=QWEN_TOKENS, has_experts=True, server_dtype="bfloat16",
     ),
     "qwen3_vl": Family(
         "Qwen3-VL", "Qwen3-VL-4B-Instruct", "vision tower, tied head",
@@ -250,13 +270,13 @@ FAMILIES = {
             {
                 "tie_word_embeddings": True,
                 "rope_parameters": {
-                    **{"rope_type": "default", "rope_theta": 5e6, "mrope_section": [6, 5, 5]},
+                    "rope_type": "default", "rope_theta": 5e6, "mrope_section": [6, 5, 5],
                     "mrope_interleaved": True,
                 },
             },
             {
-                **{"depth": 1, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2},
-                **{"patch_size": 16, "out_hidden_size": 64, "num_position_embeddings": 16},
+                "depth": 1, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2,
+                "patch_size": 16, "out_hidden_size": 64, "num_position_embeddings": 16,
                 "deepstack_visual_indexes": [0],
             },
             {
@@ -267,12 +287,12 @@ FAMILIES = {
             image_token_id=261, video_token_id=261, vision_start_token_id=262,
             vision_end_token_id=263, tie_word_embeddings=True,
         ),
-        chat_template(*CHATML, thinking=False), QWEN_TOKENS,
+        thinks=False, tokens=QWEN_TOKENS,
     ),
     "llama3": Family(
         "Llama 3.2", "Llama-3.2-1B-Instruct", "tied head, scaled rope",
         causal_lm("Llama", tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE),
-        chat_template(*HEADERS, thinking=False), {},
+        turns=HEADERS, thinks=False,
     ),
     "llama4": Family(
         "Llama 4", "Llama-4-Scout-17B-16E-Instruct",
@@ -280,27 +300,27 @@ FAMILIES = {
         with_tower(
             "Llama4",
             {
-                **{"num_hidden_layers": 4, "num_local_experts": 4, "num_experts_per_tok": 1},
-                **{"intermediate_size": 64, "intermediate_size_mlp": 128},
+                "num_hidden_layers": 4, "num_local_experts": 4, "num_experts_per_tok": 1,
+                "intermediate_size": 64, "intermediate_size_mlp": 128,
             },
             SMALL_TOWER
             | {
-                **{"intermediate_size": 256, "vision_output_dim": 64},
-                **{"projector_input_dim": 64, "projector_output_dim": 64},
+                "intermediate_size": 256, "vision_output_dim": 64,
+                "projector_input_dim": 64, "projector_output_dim": 64,
             },
             {
                 "preprocessor_config.json": {
-                    **{"image_processor_type": "Llama4ImageProcessorFast", "max_patches": 1},
+                    "image_processor_type": "Llama4ImageProcessorFast", "max_patches": 1,
                     "size": {"height": 28, "width": 28},
                 },
                 "processor_config.json": {"processor_class": "Llama4Processor", "patch_size": 14},
             },
             boi_token_index=262, eoi_token_index=263, image_token_index=264,
         ),
-        chat_template(*HEADERS, thinking=False),
-        {
-            **{"image": "<|image|>", "start": "<|image_start|>", "end": "<|image_end|>"},
-            **{"patch": "<|patch|>", "x": "<|tile_x_separator|>", "y": "<|tile_y_separator|>"},
+        turns=HEADERS, thinks=False,
+        tokens={
+            "image": "<|image|>", "start": "<|image_start|>", "end": "<|image_end|>",
+            "patch": "<|patch|>", "x": "<|tile_x_separator|>", "y": "<|tile_y_separator|>",
         },
         has_experts=True,
     ),
@@ -322,16 +342,16 @@ FAMILIES = {
             },
             mm_tokens_per_image=1, boi_token_index=261, eoi_token_index=262, image_token_index=263,
         ),
-        chat_template(*MODEL_TURNS, thinking=False),
-        {"boi_token": "<img>", "eoi_token": "</img>", "image_token": "<soft>"},
+        turns=MODEL_TURNS, thinks=False,
+        tokens={"boi_token": "<img>", "eoi_token": "</img>", "image_token": "<soft>"},
     ),
     "gpt_oss": Family(
         "gpt-oss", "gpt-oss-20b in bfloat16", "experts in one tensor, sinks, sliding windows",
-        write_gpt_oss, chat_template(*CHANNELS, thinking=True), {}, has_experts=True,
+        write_gpt_oss, turns=CHANNELS, has_experts=True,
     ),
     "gpt_oss_mxfp4": Family(
         "gpt-oss, MXFP4", "gpt-oss-20b", "as above, and experts quantised in MXFP4", in_mxfp4,
-        chat_template(*CHANNELS, thinking=True), {}, has_experts=True, server_dtype="bfloat16",
+        turns=CHANNELS, has_experts=True, server_dtype="bfloat16",
     ),
     "glm4_moe": Family(
         "GLM-4.7", "GLM-4.7", "experts with a correction bias, part of each head with rope",
@@ -339,11 +359,11 @@ FAMILIES = {
             "Glm4Moe", **EXPERTS, num_hidden_layers=3, n_routed_experts=4, n_shared_experts=1,
             first_k_dense_replace=1, use_qk_norm=True, attention_bias=True,
             rope_parameters={
-                **{"rope_type": "default", "rope_theta": 1e6},
+                "rope_type": "default", "rope_theta": 1e6,
                 "partial_rotary_factor": 0.5,
             },
         ),
-        chat_template(*BARE, thinking=True), {}, has_experts=True,
+        turns=BARE, has_experts=True,
     ),
     "nemotron_h": Family(
         "Nemotron 3", "NVIDIA-Nemotron-3-Nano-30B-A3B",
@@ -356,7 +376,7 @@ FAMILIES = {
             n_groups=2, chunk_size=64, n_routed_experts=4, n_shared_experts=1,
             moe_shared_expert_intermediate_size=64,
         ),
-        chat_template(*CHATML, thinking=True), {}, has_experts=True,
+        has_experts=True,
     ),
     "nemotron_h_dense": Family(
         "Nemotron Nano 2", "NVIDIA-Nemotron-Nano-9B-v2",
@@ -367,12 +387,12 @@ FAMILIES = {
             num_hidden_layers=4, ssm_state_size=64, mamba_num_heads=4, mamba_head_dim=32,
             n_groups=2, chunk_size=64, n_routed_experts=0,
         ),
-        chat_template(*CHATML, thinking=True), {},
+        
     ),
     "olmo3": Family(
         "Olmo 3", "Olmo-3-7B-Instruct", "sliding windows, norms behind layers",
         causal_lm("Olmo3", num_hidden_layers=4, sliding_window=32),
-        chat_template(*CHATML, thinking=True), {},
+        
     ),
     "mistral3": Family(
         "Mistral Small 3.2", "Mistral-Small-3.2-24B-Instruct", "vision tower",
@@ -387,19 +407,19 @@ FAMILIES = {
                     "size": {"longest_edge": 32},
                 },
                 "processor_config.json": {
-                    **{"processor_class": "PixtralProcessor", "patch_size": 16},
+                    "processor_class": "PixtralProcessor", "patch_size": 16,
                     "spatial_merge_size": 2,
                 },
             },
             image_token_index=261, spatial_merge_size=2, tie_word_embeddings=False,
         ),
-        chat_template(*BRACKETS, thinking=False),
-        {"image": "[IMG]", "break": "[IMG_BREAK]", "end": "[IMG_END]"},
+        turns=BRACKETS, thinks=False,
+        tokens={"image": "[IMG]", "break": "[IMG_BREAK]", "end": "[IMG_END]"},
     ),
     "smollm3": Family(
         "SmolLM3", "SmolLM3-3B", "layers without rope, tied head",
         causal_lm("SmolLM3", num_hidden_layers=4, tie_word_embeddings=True),
-        chat_template(*CHATML, thinking=True), {},
+        
     ),
     "deepseek_v3": Family(
         "DeepSeek V3", "DeepSeek-V3-0324 in bfloat16",
@@ -410,6 +430,6 @@ FAMILIES = {
             first_k_dense_replace=1, q_lora_rank=32, kv_lora_rank=64, qk_rope_head_dim=32,
             qk_nope_head_dim=32, v_head_dim=32, rope_parameters=YARN, topk_method="noaux_tc",
         ),
-        chat_template(*BRACKETS, thinking=True), {}, has_experts=True,
+        turns=BRACKETS, has_experts=True,
     ),
 }  # fmt: skip

@@ -8,10 +8,11 @@ import itertools
 import json
 import os
 import random
+import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import ModuleType
@@ -31,6 +32,7 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    TrainerCallback,
 )
 
 from verifiers_rl.cli.config import EnvTable
@@ -47,6 +49,7 @@ from verifiers_rl.types import (
     columns_of,
     join_samples,
     split_samples,
+    token_bytes,
 )
 
 ROOT = Path(__file__).parent.parent
@@ -240,11 +243,11 @@ def values_of(sample: Sample) -> list[list[Any]]:
 def sent(samples: list[Sample]) -> list[Sample]:
     """Copies of the samples, as another process gets them."""
     lengths = [len(sample.token_ids) for sample in samples]
-    columns = {n: np.empty(sum(lengths), dtype) for n, dtype in columns_of(samples).items()}
-    join_samples(samples, columns)
-    for column in columns.values():
-        column.flags.writeable = False
-    return split_samples(columns, lengths)
+    columns = columns_of(samples)
+    flat = np.empty(sum(lengths) * token_bytes(columns), np.uint8)
+    join_samples(samples, columns, flat)
+    flat.flags.writeable = False
+    return split_samples(flat, columns, lengths)
 
 
 class GlooGroup:
@@ -549,12 +552,14 @@ class StubSource:
     Records what was asked.
     """
 
-    def __init__(self, batch_size: int = 8) -> None:
+    def __init__(
+        self, batch_size: int = 8, reward_of: Callable[[int], float] = lambda version: 0.5
+    ) -> None:
         self.batch_size = batch_size
+        self.reward_of = reward_of  # an evaluation's, from its policy version
         self.submitted: list[tuple[int, str, int]] = []
         self.calls: list[str] = []
         self.running = False
-        self.eval_metrics = {"reward": 0.5}
         self.pending: list[tuple[int, int]] = []  # step, policy version
         self.evaluates: int | None = None  # policy version
 
@@ -597,9 +602,9 @@ class StubSource:
 
     def end_evaluation(self) -> dict[str, float]:
         assert self.evaluates is not None
-        self.calls.append(f"evaluated {self.evaluates}")
-        self.evaluates = None
-        return dict(self.eval_metrics)
+        version, self.evaluates = self.evaluates, None
+        self.calls.append(f"evaluated {version}")
+        return {"reward": self.reward_of(version)}
 
     def state_dict(self, step: int) -> dict[str, Any]:
         return {}
@@ -620,6 +625,7 @@ class StubSink:
     def __init__(self) -> None:
         self.policy_version: int | None = None
         self.pushed: list[int] = []
+        self.num_waits = 0
 
     def push(self, model: torch.nn.Module, policy_version: int) -> dict[str, float]:
         self.pushed.append(policy_version)
@@ -630,16 +636,62 @@ class StubSink:
 
     def wait_for_server(self) -> None:
         self.policy_version = None
+        self.num_waits += 1
 
     def close(self) -> None:
         self.policy_version = None
+
+
+def breaking(
+    part: Any, method: str, error: BaseException, calls: Container[int] = range(10**6)
+) -> Any:
+    """Return this part. Its method raises the error in the calls of these numbers, from 0."""
+    original, numbers = getattr(part, method), itertools.count()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if next(numbers) in calls:
+            raise error
+        return original(*args, **kwargs)
+
+    setattr(part, method, call)
+    return part
+
+
+def on(event: str, act: Callable[[Any], Any]) -> TrainerCallback:
+    """A callback that calls `act` with the trainer's state at this event."""
+    callback = TrainerCallback()
+    setattr(callback, event, lambda args, state, control, **rest: act(state))
+    return callback
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of the weights as they are now."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def run_script(folder: Path, text: str, *words: str, launcher: Sequence[str] = TWO_RANKS) -> str:
+    """Run this Python script with these words, here or by a launcher. Return what it said on
+    stderr.
+    """
+    (script := folder / "script.py").write_text(text)
+    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    environment = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *launcher, str(script), *words],
+        cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-5000:]
+    return done.stderr
 
 
 @asynccontextmanager
 async def serving(handler, path="/v1/chat/completions"):
     """The base URL of an HTTP server on loopback that answers this path with the handler."""
     app = web.Application()
-    app.router.add_post(path, handler)
+    app.router.add_route("*", path, handler)
     runner = web.AppRunner(app, shutdown_timeout=1, handler_cancellation=True)
     await runner.setup()
     try:

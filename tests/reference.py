@@ -1,8 +1,34 @@
 """The training step in plain float64 loops: whole sequences one by one, full logits, no packing."""
 
+import copy
 import math
+import random
 
+import pytest
 import torch
+from peft import PeftModel, get_peft_model
+
+from tests.helpers import StubSource
+from verifiers_rl.types import Batch
+
+# Bounds that some of the samples' tokens cross and others do not.
+LOSS_OPTIONS = {
+    "cispo": {"eps_high": 0.1},
+    "ppo": {"eps_low": 0.3, "eps_high": 0.1},
+    "truncated_is": {"eps_high": 0.1},
+    "icepop": {"min_ratio": 0.8, "max_ratio": 1.3},
+    "dppo": {"max_divergence": 0.0015},
+    "gspo": {"eps_low": 0.05, "eps_high": 0.05},
+    "reinforce": {},
+}
+MASK_OPTIONS = {
+    "ratio": {"min_ratio": 0.8, "max_ratio": 1.3},
+    "ppo": {"eps_low": 0.3, "eps_high": 0.1},
+    "ipo": {"max_divergence": 0.0015},
+    "dppo": {"max_divergence": 0.0015},
+    "sequence_mean": {"min_ratio": 0.95, "max_ratio": 1.1},
+    "sequence_product": {"min_ratio": 0.8, "max_ratio": 1.5},
+}
 
 
 def reference_policy(model, token_ids, temperature):
@@ -123,3 +149,80 @@ def reference_means(model, samples, temperature):
         "entropy": sum(entropies) / len(entropies),
         "importance_ratio": sum(ratios) / len(ratios),
     }
+
+
+# --- A trainer against it -------------------------------------------------------------------------
+
+
+def batch_gradients(trainer, samples):
+    """Loss, gradients and metrics of one batch through RLTrainer.training_step."""
+    trainer.orchestrator = source = StubSource()
+    source.get = lambda: Batch(0, 0, samples)
+    source.start()
+    trainer.model.zero_grad()
+    trainer.state.max_steps = 1
+    trainer._window.steps.clear()
+    loss = trainer.training_step(trainer.model, {})
+    grads = {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None}
+    return loss.item(), grads, trainer._window.steps[0]
+
+
+def with_logprobs_near(model, samples, temperature, seed=0):
+    """The samples as if a slightly different policy had sampled them: ratios around 1."""
+    rng, model = random.Random(seed), copy.deepcopy(model).double()
+    for sample in samples:
+        policy = reference_policy(model, sample.token_ids, temperature)
+        for t in sample.loss_mask.nonzero()[0]:
+            here = policy[t - 1, sample.token_ids[t]].item()
+            sample.inference_logprobs[t] = here + rng.uniform(-0.5, 0.5)
+    return samples
+
+
+@torch.no_grad()
+def move_away(trainer):
+    """Change the model; a fresh one is what training started from."""
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_B" in name or "modules_to_save" in name:
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        elif name == "lm_head.weight":
+            parameter.mul_(1.2)
+
+
+def switch_checkpointing_on(trainer):
+    """Do as train() does."""
+    base = trainer._base_of(trainer.model)
+    # Its name from transformers 5.18 on, and before.
+    on = getattr(base, "activation_checkpointing_enable", None)
+    (on or base.gradient_checkpointing_enable)()
+    base.enable_input_require_grads()
+
+
+def check_against_reference(trainer, make_model, samples):
+    """Loss and gradients of a step against the float64 loops, to 1e-5 of the largest gradient.
+
+    Args:
+        make_model: makes the model that training started from.
+
+    Returns:
+        the step's metrics.
+    """
+    loss, grads, row = batch_gradients(trainer, samples)
+    reference, start, args = make_model().double(), make_model().double(), trainer.args
+    if isinstance(trainer.model, PeftModel):
+        reference = get_peft_model(reference, trainer.model.peft_config["default"]).double()
+    reference.load_state_dict(trainer.model.state_dict())
+    expected = reference_loss(
+        reference, samples, args.temperature, args.loss, args.loss_args, args.loss_normalization,
+        constant=args.batch_size * args.max_seq_len, kl_beta=args.kl_beta, start=start,
+        entropy_beta=args.entropy_beta, masks=args.masks(),
+    )  # fmt: skip
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-5, abs=1e-7)
+    for name, value in reference_means(reference, samples, args.temperature).items():
+        assert row[name] == pytest.approx(value, rel=1e-5), name
+    expected = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+    largest = max(grad.abs().max().item() for grad in expected.values())
+    assert largest > 0
+    grads = {name: grad.double() for name, grad in grads.items()}
+    torch.testing.assert_close(grads, expected, rtol=1e-5, atol=1e-5 * largest)
+    return row

@@ -11,15 +11,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from huggingface_hub.utils import filter_repo_objects
 from peft import LoraConfig
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.helpers import StubSink, StubSource, load_example, make_tiny_model
+from tests.family_steps import loads_as_saved
+from tests.helpers import StubSink, StubSource, breaking, make_tiny_model, on, weights_of
 from tests.test_rollouts import read as read_rollouts
-from verifiers_rl import RLConfig, RLTrainer, WeightedEnv, checkpoints
-from verifiers_rl.checkpoints import environment_names
+from verifiers_rl import RLTrainer, checkpoints
 from verifiers_rl.config import ConfigError
+from verifiers_rl.inference.client import InferenceClient, ServerLostError
 from verifiers_rl.process import disk
 from verifiers_rl.process.interrupts import Interrupted
 from verifiers_rl.report.run_folder import (
@@ -33,97 +36,96 @@ from verifiers_rl.report.run_folder import (
 )
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_example("warm_start").make_tokenizer()
+class KilledError(BaseException):
+    """Stands for SIGKILL."""
+
+
+def die(*args):
+    raise KilledError
 
 
 @pytest.fixture
-def make_trainer(tokenizer, tmp_path):
-    def make(model=None, source=None, callbacks=(), sink=None, kind=RLTrainer, **options):
-        peft_config = options.pop("peft_config", None)
-        defaults = {
-            "output_dir": str(tmp_path / "run"),
-            "use_cpu": True,
-            "use_lora": False,
-            "batch_size": 8,
-            "rollouts_per_example": 4,
-            "max_tokens_per_microbatch": 32,
-            "max_seq_len": 32,
-            "max_steps": 6,
-            "learning_rate": 1e-2,
-            "max_off_policy_steps": 0,
-            "save_steps": 2,
-            "disable_tqdm": True,
-        }
-        return kind(
-            model or make_tiny_model(), None, RLConfig(**{**defaults, **options}), tokenizer,
-            peft_config=peft_config, orchestrator=source or StubSource(),
-            weight_sync=sink or StubSink(), callbacks=list(callbacks),
-        )  # fmt: skip
-
-    return make
+def make_run(make_trainer):
+    """Makes trainers of six steps, each of several microbatches."""
+    options = {"max_tokens_per_microbatch": 32, "max_steps": 6, "max_off_policy_steps": 0}
+    options |= {"save_strategy": "steps", "save_steps": 2}
+    return lambda *args, **given: make_trainer(*args, **{**options, **given})
 
 
-class EndsAt(TrainerCallback):
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "run"
+
+
+def ends_at(step, when="on_step_begin", number=signal.SIGTERM):
     """Sends this process a signal at the begin of a step, counted from 1, or where `when` says
     while so many steps are done as at its begin.
     """
 
-    def __init__(self, step, when="on_step_begin", number=signal.SIGTERM):
-        self.step, self.number = step, number
-        setattr(self, when, self._end)
+    def end(state):
+        if state.global_step == step - 1:
+            os.kill(os.getpid(), number)
 
-    def _end(self, args, state, control, **kwargs):
-        if state.global_step == self.step - 1:
-            os.kill(os.getpid(), self.number)
+    return on(when, end)
 
 
-def rows_of(trainer):
-    """What a run has logged, without what depends on the clock, the machine and the push."""
-    left_out = ("runtime", "per_second", "_s", "memory", "staleness", "policy_version")
-    rows = read_metrics(metrics_file(trainer.args.output_dir))
-    return [
-        {k: v for k, v in row.items() if not any(part in k for part in left_out)} for row in rows
-    ]
-
-
-def check_same_rows(rows, expected):
-    assert [row["step"] for row in rows] == [row["step"] for row in expected]
-    for row, wanted in zip(rows, expected, strict=True):
-        assert row.keys() == wanted.keys()
-        for name, value in wanted.items():
-            assert row[name] == pytest.approx(value, rel=1e-5, abs=1e-6), (row["step"], name)
-
-
-def interrupt_and_resume(make_trainer, *ends, **options):
-    """A run that ends and goes on at each of these; the last trainer."""
+def interrupt(make_run, *ends, **options):
+    """Run until each of these, and go on from there."""
     for number, end in enumerate(ends):
         with pytest.raises(Interrupted):
-            make_trainer(callbacks=[end], **options).train(resume_from_checkpoint=number > 0)
-    trainer = make_trainer(**options)
+            make_run(callbacks=[end], **options).train(resume_from_checkpoint=number > 0)
+
+
+def resume(make_run, **options):
+    trainer = make_run(**options)
     trainer.train(resume_from_checkpoint=True)
     return trainer
 
 
-def same_as_uninterrupted(make_trainer, tmp_path, *ends, **options):
-    straight = make_trainer(output_dir=str(tmp_path / "straight"), **options)
+def names_of(folder, pattern="checkpoint-*"):
+    return sorted(path.name for path in folder.glob(pattern))
+
+
+def steps_of(folder):
+    return [row["step"] for row in read_metrics(metrics_file(folder))]
+
+
+def evaluated(folder):
+    rows = read_metrics(metrics_file(folder))
+    return [(row["step"], row["eval_reward"]) for row in rows if "eval_reward" in row]
+
+
+def numbers_of(folder):
+    """What a run has logged, without what depends on the clock, the machine and the push."""
+    left_out = ("runtime", "per_second", "_s", "memory", "staleness", "policy_version")
+    return [
+        {name: value for name, value in row.items() if not any(part in name for part in left_out)}
+        for row in read_metrics(metrics_file(folder))
+    ]
+
+
+def same_as_uninterrupted(make_run, tmp_path, *ends, **options):
+    straight = make_run(output_dir=str(tmp_path / "straight"), **options)
     straight.train()
-    resumed = interrupt_and_resume(make_trainer, *ends, **options)
-    check_same_rows(rows_of(resumed), rows_of(straight))
-    for (name, parameter), other in zip(
-        straight.model.named_parameters(), resumed.model.parameters(), strict=True
-    ):
-        torch.testing.assert_close(other, parameter, rtol=1e-5, atol=1e-6, msg=name)
+    interrupt(make_run, *ends, **options)
+    resumed = resume(make_run, **options)
+    rows, expected = numbers_of(tmp_path / "run"), numbers_of(tmp_path / "straight")
+    assert len(rows) == len(expected)
+    for row, wanted in zip(rows, expected, strict=True):
+        assert row == pytest.approx(wanted, rel=1e-5, abs=1e-6), wanted["step"]
+    assert_close(weights_of(resumed.model), weights_of(straight.model), rtol=1e-5, atol=1e-6)
     return resumed
+
+
+def counted_rewards(best):
+    """Evaluations in which the weights of this version are the best."""
+    return StubSource(reward_of=lambda version: 0.9 if version == best else 0.1)
 
 
 # --- Signals --------------------------------------------------------------------------------------
 
 
-def test_a_signal_ends_the_run_at_the_next_microbatch_and_saves_the_steps_before(
-    make_trainer, capfd
-):
+def test_a_signal_ends_the_run_at_the_next_microbatch_and_saves_the_steps_before(make_run, folder):
     begun = []
 
     class Counting(RLTrainer):
@@ -133,25 +135,23 @@ def test_a_signal_ends_the_run_at_the_next_microbatch_and_saves_the_steps_before
                 os.kill(os.getpid(), signal.SIGTERM)
             return super().microbatch_loss(*args)
 
-    trainer = make_trainer(max_tokens_per_microbatch=16, save_steps=100, kind=Counting)
+    trainer = make_run(max_tokens_per_microbatch=16, save_steps=100, kind=Counting)
     with pytest.raises(Interrupted) as caught:
         trainer.train()
     assert begun.count(2) > 1 and begun.count(3) == 1 and caught.value.code == 143
-    folder = Path(trainer.args.output_dir)
-    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-3"]
+    assert names_of(folder) == ["checkpoint-3"] and not trainer.orchestrator.running
     assert json.loads((folder / "run.json").read_text())["status"] == "interrupted"
-    said = f"the run ends at step 3; the newest checkpoint is {folder}/checkpoint-3; go on"
-    assert capfd.readouterr().err.strip().splitlines()[-1].startswith(said)
 
 
-def test_an_interrupted_run_goes_on_as_if_it_had_not_been(make_trainer, tmp_path):
-    ends = (EndsAt(2), EndsAt(3, "on_optimizer_step", signal.SIGINT), EndsAt(6))
-    resumed = same_as_uninterrupted(make_trainer, tmp_path, *ends, save_steps=100)
-    rollouts = read_rollouts(Path(resumed.args.output_dir))
-    assert [row["step"] for row in rollouts] == [step for step in range(1, 7) for _ in range(8)]
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(make_run, tmp_path):
+    ends = (ends_at(2), ends_at(3, "on_optimizer_step", signal.SIGINT), ends_at(6))
+    resumed = same_as_uninterrupted(make_run, tmp_path, *ends, save_steps=100)
+    assert resumed.orchestrator.submitted == [(5, "policy", 5)]
+    steps = [row["step"] for row in read_rollouts(tmp_path / "run")]
+    assert steps == [step for step in range(1, 7) for _ in range(8)]
 
 
-def test_a_step_that_is_repeated_has_the_dropout_that_it_had(make_trainer, tmp_path):
+def test_a_step_that_is_repeated_has_the_dropout_that_it_had(make_run, tmp_path):
     class Ends(RLTrainer):
         def microbatch_loss(self, *args):
             if self.state.global_step == 2 and not len(args[-1]._sums):  # the first one of step 3
@@ -160,146 +160,100 @@ def test_a_step_that_is_repeated_has_the_dropout_that_it_had(make_trainer, tmp_p
 
     options = {"use_lora": True, "lora_dropout": 0.5, "save_steps": 100, "max_steps": 4}
     options["max_tokens_per_microbatch"] = 16
-    with pytest.raises(Interrupted):
-        make_trainer(kind=Ends, **options).train()
-    same_as_uninterrupted(make_trainer, tmp_path, **options)
+    interrupt(lambda callbacks, **given: make_run(kind=Ends, **given), None, **options)
+    same_as_uninterrupted(make_run, tmp_path, **options)
 
 
 @pytest.mark.parametrize("save_steps", [2, 100])
 def test_lines_of_logs_over_several_steps_are_those_of_an_unbroken_run(
-    make_trainer, tmp_path, save_steps
+    make_run, tmp_path, save_steps
 ):
     options = {"logging_steps": 3, "save_steps": save_steps}
-    same_as_uninterrupted(make_trainer, tmp_path, EndsAt(3), EndsAt(5), **options)
+    same_as_uninterrupted(make_run, tmp_path, ends_at(3), ends_at(5), **options)
 
 
-def test_weights_in_the_middle_of_a_step_are_not_saved(make_trainer, capfd):
-    """As with DeepSpeed, whose backward takes the optimizer's step."""
+def test_weights_in_the_middle_of_a_step_are_not_saved(make_run, folder):
+    """As with DeepSpeed, whose backward takes the optimizer's step, or with two updates a batch."""
 
     class Failing(RLTrainer):
         def train_on(self, *args):
             loss = super().train_on(*args)
             if self.state.global_step == 1:
-                self.checkpoints.can_repeat_step = False
+                self.update_now(self.model)
                 with self.checkpoints.saving_on_error():
                     raise ValueError("it broke")
             return loss
 
-    trainer = make_trainer(kind=Failing, save_steps=100)
     with pytest.raises(ValueError, match="it broke"):
-        trainer.train()
-    assert newest_checkpoint(trainer.args.output_dir) is None
-    assert "the run ends at step 1; nothing of its steps is saved" in capfd.readouterr().err
+        make_run(kind=Failing, save_steps=100).train()
+    assert newest_checkpoint(folder) is None
 
 
-def test_an_upload_a_wait_and_a_lost_server_end_with_a_signal(make_trainer, monkeypatch):
-    monkeypatch.setattr("verifiers_rl.process.waiting.POLL_S", 0.01)
-    from concurrent.futures import Future
-
-    from verifiers_rl.inference.client import InferenceClient, ServerLostError
-    from verifiers_rl.process.waiting import result_of
-
-    class Waiting(StubSource):
-        def get(self):
-            if self.pending[0][0] == 1:
-                threading.Timer(0.05, os.kill, [os.getpid(), signal.SIGINT]).start()
-                result_of(Future(), 60.0, lambda: "rollouts that never come")
-            return super().get()
-
-    with pytest.raises(Interrupted):
-        make_trainer(source=Waiting()).train()
-
+def test_the_wait_for_a_lost_server_ends_with_a_signal(make_run, monkeypatch):
     class Lost(StubSink):
         def wait_for_server(self):
             threading.Timer(0.05, os.kill, [os.getpid(), signal.SIGINT]).start()
             InferenceClient("127.0.0.1", 1, 60.0).wait_until_ready()
 
-    class LosesIt(StubSource):
-        def get(self):
-            raise ServerLostError("gone")
-
+    source = breaking(StubSource(), "get", ServerLostError("gone"))
     with pytest.raises(Interrupted):
-        make_trainer(source=LosesIt(), sink=Lost(), overwrite_output_dir=True).train()
+        make_run(source=source, sink=Lost()).train()
 
 
-def test_a_signal_behind_the_last_step_ends_the_run_when_its_model_is_saved(make_trainer):
-    trainer = make_trainer(max_steps=2, callbacks=[EndsAt(3, "on_train_end")])
-    with pytest.raises(Interrupted):
-        trainer.train()
-    assert (Path(trainer.args.output_dir) / "model.safetensors").is_file()
-    assert json.loads((Path(trainer.args.output_dir) / "run.json").read_text())["status"] == (
-        "finished"
-    )
+def test_a_signal_behind_the_last_step_ends_the_run_when_its_model_is_saved(make_run, folder):
+    interrupt(make_run, ends_at(3, "on_train_end"), max_steps=2)
+    assert (folder / "model.safetensors").is_file()
+    assert json.loads((folder / "run.json").read_text())["status"] == "finished"
 
 
 # --- Complete or absent ---------------------------------------------------------------------------
 
 
-class KilledError(BaseException):
-    """Stands for SIGKILL."""
-
-
-@pytest.mark.parametrize("place", ["write", "sync_tree", "put_in_place", "remove_folder"])
-def test_a_save_that_is_broken_off_leaves_whole_checkpoints_only(make_trainer, monkeypatch, place):
+@pytest.mark.parametrize("place", ["_save_rng_state", "sync_tree", "put_in_place", "remove_folder"])
+def test_a_save_that_is_broken_off_leaves_whole_checkpoints_only(
+    make_run, folder, monkeypatch, place
+):
     options = {"save_steps": 1, "save_total_limit": 1, "max_steps": 3}
-    trainer = make_trainer(**options)
-    folder, names = Path(trainer.args.output_dir), []
+    trainer = make_run(**options)
+    owner = trainer if place == "_save_rng_state" else checkpoints
+    original = getattr(owner, place)
 
-    def die(*args, **kwargs):
-        if trainer.state.global_step == 2:
-            raise KilledError
-        return original(*args, **kwargs)
+    def kill_in_step_2(*args, **kwargs):
+        return die() if trainer.state.global_step == 2 else original(*args, **kwargs)
 
-    if place == "write":
-        original = trainer._save_rng_state
-        monkeypatch.setattr(trainer, place := "_save_rng_state", die)
-    else:
-        original = getattr(checkpoints, place)
-        monkeypatch.setattr(checkpoints, place, die)
-    with pytest.raises(KilledError):
+    with monkeypatch.context() as patch, pytest.raises(KilledError):
+        patch.setattr(owner, place, kill_in_step_2)
         trainer.train()
-    monkeypatch.undo()
-    whole = {path.name for path in folder.glob("checkpoint-*")}
-    expected = {"checkpoint-1", "checkpoint-2"} if place == "remove_folder" else {"checkpoint-1"}
-    assert whole == expected
-    names = [{path.name for path in (folder / name).iterdir()} for name in sorted(whole)]
-    assert all("trainer_state.json" in n and "optimizer.pt" in n for n in names)
-    assert all(n == names[0] for n in names)
-    resumed = make_trainer(**options)
-    resumed.train(resume_from_checkpoint=True)
-    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-3"]
-    assert [path.name for path in folder.glob("_*")] in ([], ["_unfinished"])
-    assert [r["step"] for r in rows_of(resumed)] == [1, 2, 3, 3]
+    whole = ["checkpoint-1", "checkpoint-2"] if place == "remove_folder" else ["checkpoint-1"]
+    assert names_of(folder) == whole
+    contents = [names_of(folder / name, "*") for name in whole]
+    assert {"trainer_state.json", "optimizer.pt"} <= {*contents[0]}
+    assert contents[0] == contents[-1]
+    resume(make_run, **options)
+    assert names_of(folder) == ["checkpoint-3"]
+    assert names_of(folder, "_*") in ([], ["_unfinished"]) and steps_of(folder) == [1, 2, 3, 3]
 
 
 def test_a_kill_between_the_two_renames_of_a_checkpoint_that_is_replaced_leaves_the_old_one(
-    make_trainer, monkeypatch
+    make_run, folder, monkeypatch
 ):
-    trainer = make_trainer(max_steps=1, save_steps=1)
-    trainer.train()
-    folder = Path(trainer.args.output_dir)
-    new = folder / "_unfinished" / "checkpoint-1"
-    shutil.copytree(folder / new.name, new)
-
-    def die(*args):
-        raise KilledError
-
-    monkeypatch.setattr(disk.Path, "replace", die)
-    with pytest.raises(KilledError):
-        disk.put_in_place(new, folder / new.name)
-    monkeypatch.undo()
-    assert not (folder / new.name).exists()
-    resumed = make_trainer(max_steps=2, save_steps=1)
-    resumed.train(resume_from_checkpoint=True)
-    assert [r["step"] for r in rows_of(resumed)] == [1, 2, 2]
-    assert {path.name for path in folder.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-2"}
+    make_run(max_steps=1, save_steps=1).train()
+    new, old = folder / "_unfinished" / "checkpoint-1", folder / "checkpoint-1"
+    shutil.copytree(old, new)
+    with monkeypatch.context() as patch:
+        patch.setattr(disk.Path, "replace", die)
+        with pytest.raises(KilledError):
+            disk.put_in_place(new, old)
+    assert not old.exists()
+    resume(make_run, max_steps=2, save_steps=1)
+    assert steps_of(folder) == [1, 2, 2] and names_of(folder) == ["checkpoint-1", "checkpoint-2"]
     # What was replaced in the end does not come back.
     (folder / "_unfinished" / "replaced-checkpoint-2").mkdir(parents=True)
     disk.restore_replaced(folder / "_unfinished", folder)
     assert (folder / "checkpoint-2" / "trainer_state.json").is_file()
 
 
-def test_everything_is_on_the_disk_before_a_checkpoint_has_its_name(make_trainer, monkeypatch):
+def test_everything_is_on_the_disk_before_a_checkpoint_has_its_name(make_run, monkeypatch):
     done = []
 
     def spy(module, name):
@@ -311,11 +265,10 @@ def test_everything_is_on_the_disk_before_a_checkpoint_has_its_name(make_trainer
 
         monkeypatch.setattr(module, name, spying)
 
-    trainer = make_trainer(max_steps=1, save_steps=1)
+    trainer = make_run(max_steps=1, save_steps=1)
     trainer._files.checkpoint = lambda: done.append(("sync", "rollouts"))
-    spy(checkpoints, "sync")
-    spy(disk, "sync")
-    spy(checkpoints, "put_in_place")
+    for module, name in ((checkpoints, "sync"), (disk, "sync"), (checkpoints, "put_in_place")):
+        spy(module, name)
     trainer.train()
     named = done.index(("put_in_place", "checkpoint-1"))
     before = {name for _, name in done[:named]}
@@ -323,87 +276,67 @@ def test_everything_is_on_the_disk_before_a_checkpoint_has_its_name(make_trainer
     assert done[named + 1] == ("sync", "run")  # the folder that has the new name
 
 
-def test_the_last_and_the_best_checkpoints_stay(make_trainer):
-    class Best(StubSource):
-        def begin_evaluation(self, *args):
-            self.eval_metrics = {"reward": {2: 0.9}.get(args[-1], 0.1)}
-            super().begin_evaluation(*args)
+BEST = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_steps": 1}
 
-    def kept(**options):
-        trainer = make_trainer(source=Best(), save_steps=1, overwrite_output_dir=True, **options)
-        trainer.train()
-        folder = Path(trainer.args.output_dir)
-        return sorted(path.name for path in folder.glob("checkpoint-*")), trainer
 
-    assert kept(save_total_limit=2)[0] == ["checkpoint-5", "checkpoint-6"]
-    best = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
-    names, trainer = kept(save_total_limit=2, **best)
-    assert names == ["checkpoint-2", "checkpoint-6"]
-    assert trainer.state.best_model_checkpoint == f"{trainer.args.output_dir}/checkpoint-2"
-    state = json.loads(
-        (Path(trainer.args.output_dir) / names[1] / "trainer_state.json").read_text()
-    )
+def test_the_last_and_the_best_checkpoints_stay_and_are_found_in_a_folder_that_was_moved(
+    make_run, tmp_path, folder
+):
+    make_run(save_steps=1, save_total_limit=2).train()
+    assert names_of(folder) == ["checkpoint-5", "checkpoint-6"]
+    pushed = []  # by the last trainer, the versions' heads
+
+    class Sink(StubSink):
+        def push(self, model, version):
+            pushed.append(model.lm_head.weight.detach().clone())
+            return super().push(model, version)
+
+    options = {"source": counted_rewards(2), "sink": Sink(), "save_total_limit": 2, **BEST}
+    interrupt(make_run, ends_at(5), overwrite_output_dir=True, **options)
+    moved = folder.rename(tmp_path / "moved")
+    trainer = resume(make_run, output_dir=str(moved), **options)
+    assert names_of(moved) == ["checkpoint-2", "checkpoint-6"]
+    assert trainer.state.best_model_checkpoint == f"{moved}/checkpoint-2"
+    state = json.loads((moved / "checkpoint-6" / "trainer_state.json").read_text())
     assert state["best_model_checkpoint"] == trainer.state.best_model_checkpoint
+    saved = load_file(moved / "checkpoint-2" / "model.safetensors")
+    for weight in (trainer.model.lm_head.weight, pushed[-1]):  # which the server ends with
+        assert torch.equal(saved["lm_head.weight"], weight)
 
 
-def test_the_best_checkpoint_is_found_in_a_folder_that_was_moved(make_trainer, tmp_path):
-    class Best(StubSource):
-        def begin_evaluation(self, *args):
-            self.eval_metrics = {"reward": {2: 0.9}.get(args[-1], 0.1)}
-            super().begin_evaluation(*args)
-
-    best = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
-    best |= {"save_steps": 1, "save_total_limit": 1, "source": Best()}
+def test_checkpoints_behind_the_one_that_is_resumed_are_set_aside(make_run, folder):
+    make_run().train()
     with pytest.raises(Interrupted):
-        make_trainer(callbacks=[EndsAt(5)], **best).train()
-    (tmp_path / "run").rename(tmp_path / "moved")
-    trainer = make_trainer(output_dir=str(tmp_path / "moved"), **best)
-    trainer.train(resume_from_checkpoint=True)
-    saved = load_file(tmp_path / "moved" / "checkpoint-2" / "model.safetensors")
-    assert torch.equal(saved["lm_head.weight"], trainer.model.lm_head.weight)
-
-
-def test_checkpoints_behind_the_one_that_is_resumed_are_set_aside(make_trainer, capfd):
-    make_trainer(max_steps=6).train()
-    folder = Path(make_trainer().args.output_dir)
-    with pytest.raises(Interrupted):
-        make_trainer(callbacks=[EndsAt(4)]).train(resume_from_checkpoint=f"{folder}/checkpoint-2")
-    assert f"checkpoint-6 has steps that are repeated: it is now {folder}/_abandoned" in (
-        capfd.readouterr().out
-    )
+        make_run(callbacks=[ends_at(4)]).train(resume_from_checkpoint=f"{folder}/checkpoint-2")
     assert newest_checkpoint(folder).name == "checkpoint-3"
-    resumed = make_trainer()
-    resumed.train(resume_from_checkpoint=True)
-    assert [row["step"] for row in rows_of(resumed)] == [1, 2, 3, 4, 5, 6, 6]
-    assert sorted(p.name for p in (folder / "_abandoned").iterdir()) == [
-        "checkpoint-4",
-        "checkpoint-6",
-    ]
-    make_trainer(max_steps=1, overwrite_output_dir=True).train()
+    resume(make_run)
+    assert steps_of(folder) == [1, 2, 3, 4, 5, 6, 6]
+    assert names_of(folder / "_abandoned", "*") == ["checkpoint-4", "checkpoint-6"]
+    make_run(max_steps=1, overwrite_output_dir=True).train()
     assert not (folder / "_abandoned").exists()
 
 
-def test_a_part_of_ones_own_is_kept_in_checkpoints(make_trainer):
-    class Coefficient:
-        value = 1.0
+def test_the_orchestrators_state_and_a_part_of_ones_own_are_kept_in_checkpoints(make_run):
+    class Part(StubSource):
+        loaded = None
 
         def state_dict(self, step):
-            return {"value": self.value, "step": step}
+            return {"untrained": [step, 7]}
 
         def load_state_dict(self, state):
-            self.value = state["value"]
+            self.loaded = state
 
-    first, second = Coefficient(), Coefficient()
-    first.value = 0.25
-    trainer = make_trainer(max_steps=4, callbacks=[EndsAt(3)])
-    trainer.checkpoints.kept["coefficient"] = first
-    with pytest.raises(Interrupted):
-        trainer.train()
-    trainer = make_trainer(max_steps=4)
-    trainer.checkpoints.kept["coefficient"] = second
-    trainer.checkpoints.kept["new"] = Coefficient()  # of which the checkpoint knows nothing
-    trainer.train(resume_from_checkpoint=True)
-    assert second.value == 0.25
+    def run(max_steps, **own):
+        trainer = make_run(source=Part(), max_steps=max_steps, save_steps=1)
+        trainer.checkpoints.kept |= own
+        trainer.train(resume_from_checkpoint=max_steps > 1)
+        return trainer.orchestrator.loaded
+
+    own = Part()
+    assert run(1) is None
+    assert run(2, own=own) == {"untrained": [1, 7]} and own.loaded is None  # saved with the next
+    assert run(3, own=own) == own.loaded == {"untrained": [2, 7]}
+    resume(make_run, max_steps=4)  # with an orchestrator that keeps nothing
 
 
 def change_a_byte(path):
@@ -412,137 +345,107 @@ def change_a_byte(path):
     path.write_bytes(content)
 
 
-def test_a_damaged_checkpoint_is_refused_with_its_file_and_an_older_one_offered(make_trainer):
-    make_trainer(max_steps=2, save_steps=1, use_lora=True).train()
+def test_a_damaged_checkpoint_is_refused_with_its_file_and_an_older_one_offered(make_run, folder):
+    make_run(max_steps=2, save_steps=1, use_lora=True).train()
     options = {"max_steps": 3, "use_lora": True}
-    args = make_trainer(**options).args
-    newest, kept = (Path(args.output_dir) / name for name in ("checkpoint-2", "kept"))
+    args = make_run(**options).args
+    newest, kept = (folder / name for name in ("checkpoint-2", "kept"))
     newest.rename(kept)
-    names = {str(path.relative_to(kept)) for path in kept.rglob("*") if path.is_file()}
-    assert names >= {"optimizer.pt", "scheduler.pt", "rl_state.json", "rng_state.pth"}
-    assert names >= {"adapter_model.safetensors", "trainer_state.json", "manifest.json"}
+    files = {str(path.relative_to(kept)) for path in kept.rglob("*") if path.is_file()}
+    assert files >= {"optimizer.pt", "scheduler.pt", "rl_state.json", "rng_state.pth"}
+    assert files >= {"adapter_model.safetensors", "trainer_state.json", "manifest.json"}
     for damage, problem in (
         (Path.unlink, "{} is missing"),
         (lambda path: path.write_bytes(path.read_bytes()[:-9]), "{} has .* bytes and had "),
         (change_a_byte, "the content of {} has changed"),
     ):
-        for name in names:
+        for name in files:
             shutil.copytree(kept, newest)
             damage(newest / name)
             said = problem.format(name) if name != "manifest.json" else "manifest.json "
-            with pytest.raises(RunFolderError, match=rf"{newest} is damaged: {said}") as error:
+            said = rf"{newest} is damaged: {said}.*checkpoint-1 is whole"
+            with pytest.raises(RunFolderError, match=f"(?s){said}"):
                 enter_run_folder(args, True)
-            assert "checkpoint-1 is whole: go on from it by --trainer.args.resume" in str(
-                error.value
-            )
             shutil.rmtree(newest)
     shutil.copytree(kept, newest)
     assert enter_run_folder(args, True) == str(newest)
     (newest / "scheduler.pt").unlink()
-    older = newest.with_name("checkpoint-1")
-    trainer = make_trainer(**options)
-    trainer.train(resume_from_checkpoint=str(older))
-    assert [row["step"] for row in rows_of(trainer)] == [1, 2, 3, 3]
-    shutil.rmtree(older)
-    shutil.rmtree(newest)
-    change_a_byte(newest.with_name("checkpoint-3") / "optimizer.pt")
-    with pytest.raises(
-        RunFolderError, match=r"content of optimizer.pt has changed.*start anew with"
-    ):
-        make_trainer(max_steps=4, use_lora=True).train(resume_from_checkpoint=True)
+    make_run(**options).train(resume_from_checkpoint=str(folder / "checkpoint-1"))
+    assert steps_of(folder) == [1, 2, 3, 3]
+    for name in ("checkpoint-1", "checkpoint-2"):
+        shutil.rmtree(folder / name)
+    change_a_byte(folder / "checkpoint-3" / "optimizer.pt")
+    with pytest.raises(RunFolderError, match=r"optimizer.pt has changed.*start anew with"):
+        resume(make_run, max_steps=4, use_lora=True)
 
 
 # --- Evaluations ----------------------------------------------------------------------------------
 
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 
-class Versioned(StubSource):
+
+def versioned():
     """Its evaluations give the policy version that they evaluate."""
-
-    def end_evaluation(self):
-        self.eval_metrics = {"reward": float(self.evaluates)}
-        return super().end_evaluation()
-
-
-def evaluated(trainer):
-    rows = read_metrics(metrics_file(trainer.args.output_dir))
-    return [(row["step"], row["eval_reward"]) for row in rows if "eval_reward" in row]
+    return StubSource(reward_of=float)
 
 
 @pytest.mark.parametrize(
-    ("ahead", "options"), [(0, {}), (1, {}), (2, {}), (1, {"metric_for_best_model": "reward"})]
+    ("step", "when", "options"),
+    [
+        (3, "on_step_begin", {"max_off_policy_steps": 0}),
+        (3, "on_step_end", {"max_off_policy_steps": 0}),
+        (3, "on_step_begin", {"max_off_policy_steps": 1}),
+        (4, "on_step_end", {"max_off_policy_steps": 1}),
+        (3, "on_step_end", {"max_off_policy_steps": 2}),
+        (4, "on_step_begin", {"max_off_policy_steps": 2}),
+        (3, "on_step_end", {"max_off_policy_steps": 1, "metric_for_best_model": "reward"}),
+    ],
 )
 def test_evaluations_of_an_interrupted_run_are_neither_lost_nor_logged_twice(
-    make_trainer, ahead, options
+    make_run, folder, step, when, options
 ):
-    options = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True, **options}
-    for step in (3, 4):
-        for when in ("on_step_begin", "on_step_end"):
-            common = {"source": Versioned(), "max_off_policy_steps": ahead, **options}
-            common["overwrite_output_dir"] = True
-            with pytest.raises(Interrupted):
-                make_trainer(callbacks=[EndsAt(step, when)], **common).train()
-            common |= {"source": Versioned(), "overwrite_output_dir": False}
-            trainer = make_trainer(**common)
-            trainer.train(resume_from_checkpoint=True)
-            steps = [step for step, _ in evaluated(trainer)]
-            assert len(steps) == len(set(steps)) == 4, (step, when, steps)
-            assert [int(value) for _, value in evaluated(trainer)] == steps
-            # One that runs when a signal comes behind the next step is made with its weights.
-            moved = set(steps) - {0, 2, 4, 6}
-            assert len(moved) <= 1 and all(other in (1, 3, 5) for other in moved), (step, when)
+    options |= {**EVALUATED, "eval_on_start": True}
+    interrupt(make_run, ends_at(step, when), source=versioned(), **options)
+    resume(make_run, source=versioned(), **options)
+    steps = [step for step, _ in evaluated(folder)]
+    assert len(steps) == len(set(steps)) == 4
+    assert [int(value) for _, value in evaluated(folder)] == steps
+    # One that runs when a signal comes behind the next step is made with its weights.
+    moved = set(steps) - {0, 2, 4, 6}
+    assert len(moved) <= 1 and moved <= {1, 3, 5}
 
 
-def test_before_a_checkpoint_the_evaluation_of_earlier_weights_is_awaited(make_trainer):
-    source = Versioned()
-    trainer = make_trainer(
-        source=source, eval_strategy="steps", eval_steps=2, save_steps=3, max_steps=4,
-        max_off_policy_steps=1,
-    )  # fmt: skip
-    saved = []
-    save = trainer.checkpoints.save
-    trainer.checkpoints.save = lambda *args: (saved.append(len(source.calls)), save(*args))
+def test_before_a_checkpoint_the_evaluation_of_earlier_weights_is_awaited(make_run):
+    options = {"save_steps": 3, "max_steps": 4, "max_off_policy_steps": 1, **EVALUATED}
+    trainer = make_run(**options)
+    save, calls, saved = trainer.checkpoints.save, trainer.orchestrator.calls, []
+    trainer.checkpoints.save = lambda *args: (saved.append(len(calls)), save(*args))
     trainer.train()
-    before = source.calls[: saved[0]]
+    before = calls[: saved[0]]
     assert before[-1] == "evaluated 2" and before.index("evaluate 2") < before.index("submit 3")
 
 
-def test_an_evaluation_that_decides_over_the_best_is_made_up_for(make_trainer):
-    class FirstIsBest(Versioned):
-        def end_evaluation(self):
-            version = self.evaluates
-            super().end_evaluation()
-            return {"reward": 1.0 if version == 2 else 0.0}
-
-    options = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
-    with pytest.raises(Interrupted):
-        make_trainer(callbacks=[EndsAt(3, "on_step_end")], source=FirstIsBest(), **options).train()
-    folder = Path(make_trainer().args.output_dir)
+def test_an_evaluation_that_decides_over_the_best_is_made_up_for(make_run, folder):
+    options = {"source": counted_rewards(2), "load_best_model_at_end": True, **EVALUATED}
+    interrupt(make_run, ends_at(3, "on_step_end"), **options)
     assert newest_checkpoint(folder).name == "checkpoint-2"
-    trainer = make_trainer(source=FirstIsBest(), **options)
-    trainer.train(resume_from_checkpoint=True)
-    assert evaluated(trainer) == [(2, 1.0), (4, 0.0), (6, 0.0)]
+    trainer = resume(make_run, **options)
+    assert evaluated(folder) == [(2, 0.9), (4, 0.1), (6, 0.1)]
     assert trainer.state.best_global_step == 2
     best = load_file(folder / "checkpoint-2" / "model.safetensors")
     assert torch.equal(best["lm_head.weight"], trainer.model.lm_head.weight)
 
 
-def test_what_a_killed_run_had_logged_of_an_evaluation_is_logged_once(make_trainer):
+def test_what_a_killed_run_had_logged_of_an_evaluation_is_logged_once(make_run, folder):
     """The checkpoint of step 2 is older than the end of the evaluation of step 2."""
-    options = {"eval_strategy": "steps", "eval_steps": 2, "max_off_policy_steps": 1}
-
-    class Dies(TrainerCallback):
-        def on_evaluate(self, args, state, control, **kwargs):
-            if state.global_step == 2:
-                raise KilledError
-
-    killed = make_trainer(source=Versioned(), callbacks=[], **options)
-    killed.add_callback(Dies())  # behind those that write
+    options = {"max_off_policy_steps": 1, **EVALUATED}
+    killed = make_run(source=versioned(), **options)
+    killed.add_callback(on("on_evaluate", die))  # behind those that write
     with pytest.raises(KilledError):
         killed.train()
-    assert (2, 2.0) in evaluated(killed)
-    resumed = make_trainer(source=Versioned(), **options)
-    resumed.train(resume_from_checkpoint=True)
-    assert evaluated(resumed) == [(2, 2.0), (4, 4.0), (6, 6.0)]
+    assert evaluated(folder) == [(2, 2.0)]
+    resume(make_run, source=versioned(), **options)
+    assert evaluated(folder) == [(2, 2.0), (4, 4.0), (6, 6.0)]
 
 
 # --- The final model ------------------------------------------------------------------------------
@@ -550,48 +453,31 @@ def test_what_a_killed_run_had_logged_of_an_evaluation_is_logged_once(make_train
 
 @pytest.mark.parametrize("place", ["on_train_end", "put_in_place", "push"])
 def test_a_run_that_is_killed_behind_its_last_step_is_finished_by_resuming(
-    make_trainer, monkeypatch, place
+    make_run, folder, monkeypatch, place
 ):
-    options = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
-
-    def die(*args, **kwargs):
-        raise KilledError
-
-    class Dies(TrainerCallback):
-        on_train_end = die
-
-    sink = StubSink()
-    trainer = make_trainer(
-        source=Versioned(), sink=sink, callbacks=[Dies()] if place == "on_train_end" else [],
-        **options,
-    )  # fmt: skip
-    folder = Path(trainer.args.output_dir)
+    options = {"max_steps": 2, **(EVALUATED if place != "push" else {})}
+    callbacks = [on(place, die)] if place == "on_train_end" else []
+    sink = breaking(StubSink(), "push", KilledError(), [2] if place == "push" else [])
     if place == "put_in_place":
         put = checkpoints.put_in_place
         monkeypatch.setattr(
             checkpoints, place,
             lambda path, target: die() if target.suffix == ".safetensors" else put(path, target),
         )  # fmt: skip
-    elif place == "push":
-        push = sink.push
-        sink.push = lambda model, version: die() if version == 2 else push(model, version)
-        options["eval_strategy"] = trainer.args.eval_strategy = "no"
-        del options["eval_steps"]
     with pytest.raises(KilledError):
-        trainer.train()
+        make_run(source=versioned(), sink=sink, callbacks=callbacks, **options).train()
     monkeypatch.undo()
     assert (folder / "model.safetensors").exists() == (place == "push")
-    resumed = make_trainer(source=Versioned(), **options)
-    resumed.train(resume_from_checkpoint=True)
+    resumed = resume(make_run, source=versioned(), **options)
     saved = load_file(folder / "model.safetensors")
-    assert torch.equal(saved["lm_head.weight"], resumed.model.lm_head.weight)
-    assert evaluated(resumed) == ([] if place == "push" else [(2, 2.0)])
+    assert_close(saved, weights_of(resumed.model), rtol=0, atol=0)
+    assert evaluated(folder) == ([] if place == "push" else [(2, 2.0)])
     rows = read_metrics(metrics_file(folder))
     assert [row["step"] for row in rows if "reward" in row] == [1, 2]
     assert sum("train_runtime" in row for row in rows) == 1
     assert resumed.weight_sync.pushed[-1] == 2
     with pytest.raises(RunFolderError, match="already at step 2 of 2: raise max_steps"):
-        make_trainer(**options).train(resume_from_checkpoint=True)
+        resume(make_run, **options)
 
 
 def merged_by_hand(model):
@@ -610,62 +496,47 @@ def merged_by_hand(model):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_final_model_is_saved_as_a_plain_one_too(make_trainer, tmp_path, capfd, tied):
+def test_the_final_model_is_saved_as_a_plain_one_too(make_run, tmp_path, folder, capfd, tied):
+    base = str(tmp_path / "base")
+    make_tiny_model(tied).save_pretrained(base)
     modules = None if tied else ["lm_head"]
-    make_tiny_model(tied).save_pretrained(tmp_path / "base")
-    trainer = make_trainer(
-        str(tmp_path / "base"), use_lora=True, save_final="merged", lora_rank=8, max_steps=3,
-        lora_modules_to_save=modules,
-    )  # fmt: skip
+    options = {"use_lora": True, "lora_rank": 8, "lora_modules_to_save": modules}
+    trainer = make_run(base, save_final="merged", max_steps=3, **options)
     trainer.train()
-    folder = Path(trainer.args.output_dir)
-    model = AutoModelForCausalLM.from_pretrained(folder / "merged")
-    expected = merged_by_hand(trainer.model)
-    given = dict(model.named_parameters())
-    assert given.keys() == expected.keys()
-    start = dict(make_tiny_model(tied).named_parameters())
-    for name, weight in expected.items():
-        torch.testing.assert_close(given[name].double(), weight, rtol=1e-6, atol=1e-7, msg=name)
-    assert any((weight - start[name]).abs().max() > 1e-3 for name, weight in expected.items())
-    ids = torch.arange(5)[None]
-    theirs, ours = model(input_ids=ids).logits, trainer.model.eval()(input_ids=ids).logits
-    torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
-    assert AutoTokenizer.from_pretrained(folder / "merged").vocab_size
-    assert model.config.architectures == ["Qwen3ForCausalLM"]
-    assert (folder / "adapter_model.safetensors").is_file()
     lines = capfd.readouterr().out.strip().splitlines()
     assert lines[-2:] == [f"adapter: {folder}", f"merged: {folder}/merged"]
+    assert loads_as_saved(trainer, base, folder) < 2e-5
+    model = AutoModelForCausalLM.from_pretrained(folder / "merged")
+    given = {name: weight.double() for name, weight in weights_of(model).items()}
+    assert_close(given, merged_by_hand(trainer.model), rtol=1e-6, atol=1e-7)
+    start = weights_of(make_tiny_model(tied))
+    assert max((given[name] - start[name]).abs().max() for name in start) > 1e-3
+    assert AutoTokenizer.from_pretrained(folder / "merged").vocab_size
+    assert model.config.architectures == ["Qwen3ForCausalLM"]
     card = (folder / "README.md").read_text()
-    assert f"An adapter of `{tmp_path}/base`, trained by reinforcement learning with" in card
-    assert "- 3 steps with a batch size of 8\n" in card and "- reward: " in card
+    assert f"`{base}`" in card and "- 3 steps" in card and "- reward: " in card
     data = ModelCard(card).data.to_dict()  # a local folder is no model of the hub
     assert data["library_name"] == "peft" and "base_model" not in data
     assert (folder / "merged" / "README.md").read_text() == card
     assert not list((folder / "_unfinished").glob("*"))
     # More steps without it: an old one would be served.
-    options = {"use_lora": True, "lora_rank": 8, "lora_modules_to_save": modules}
-    make_trainer(str(tmp_path / "base"), max_steps=4, **options).train(resume_from_checkpoint=True)
-    assert not (folder / "merged").exists()
-    assert "merged" not in closing_lines(folder)[-1]
+    make_run(base, max_steps=4, **options).train(resume_from_checkpoint=True)
+    assert not (folder / "merged").exists() and "merged" not in closing_lines(folder)[-1]
 
 
-def test_a_merged_model_has_the_dtype_of_the_base_model_here(make_trainer, tmp_path):
+def test_a_merged_model_has_the_dtype_of_the_base_model_here(make_run, tmp_path, folder):
     make_tiny_model().save_pretrained(tmp_path / "base")
     options = {"use_lora": True, "save_final": "merged", "max_steps": 1, "bf16": True}
-    trainer = make_trainer(str(tmp_path / "base"), **options)
-    trainer.train()
-    saved = load_file(Path(trainer.args.output_dir) / "merged" / "model.safetensors")
+    make_run(str(tmp_path / "base"), **options).train()
+    saved = load_file(folder / "merged" / "model.safetensors")
     assert {weight.dtype for weight in saved.values()} == {torch.bfloat16}
 
 
-def test_a_model_that_cannot_be_merged_is_an_error_at_the_start(make_trainer):
-    with pytest.raises(ConfigError, match=r"save_final='merged': without effect where all weights"):
-        make_trainer(save_final="merged")
+def test_a_model_that_cannot_be_merged_is_an_error_at_the_start(make_run):
     dora = LoraConfig(task_type="CAUSAL_LM", use_dora=True, target_modules=["q_proj"])
-    with pytest.raises(
-        ConfigError, match=r"save_final='merged': peft_config=LoraConfig with use_d"
-    ):
-        make_trainer(peft_config=dora, save_final="merged", use_lora=True)
+    for options in ({}, {"use_lora": True, "peft_config": dora}):
+        with pytest.raises(ConfigError, match=r"^save_final='merged': "):
+            make_run(save_final="merged", **options)
 
 
 # --- The hub --------------------------------------------------------------------------------------
@@ -680,14 +551,9 @@ class StubHub:
         return SimpleNamespace(repo_id=f"me/{Path(name).name}")
 
     def upload_folder(self, *, folder_path, allow_patterns, ignore_patterns, **rest):
-        from huggingface_hub.utils import filter_repo_objects
-
         paths = [p.relative_to(folder_path) for p in Path(folder_path).rglob("*") if p.is_file()]
-        names = filter_repo_objects(
-            sorted(map(str, paths)),
-            allow_patterns=allow_patterns,
-            ignore_patterns=ignore_patterns,
-        )
+        patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
+        names = filter_repo_objects(sorted(map(str, paths)), **patterns)
         self.uploads.append((rest, list(names)))
         return "the commit"
 
@@ -698,52 +564,30 @@ def hub(monkeypatch):
     # Trainer's own: a function from transformers 5.17 on, create_repo before.
     import transformers.trainer as theirs
 
-    if hasattr(theirs, "hf_api"):
-        monkeypatch.setattr(theirs, "hf_api", StubHub)
-    else:
-        monkeypatch.setattr(theirs, "create_repo", StubHub().create_repo)
+    name = "hf_api" if hasattr(theirs, "hf_api") else "create_repo"
+    monkeypatch.setattr(theirs, name, StubHub if name == "hf_api" else StubHub().create_repo)
     StubHub.uploads = []
     return StubHub
 
 
-MODEL = {"adapter_config.json", "adapter_model.safetensors", "README.md"}
-RUN = {"metrics.jsonl"}
-
-
-def test_the_hub_gets_the_model_and_its_card_and_no_rollouts(make_trainer, hub, tmp_path):
+def test_the_hub_gets_the_model_and_its_card_and_no_rollouts(make_run, hub, tmp_path, folder):
     make_tiny_model().save_pretrained(tmp_path / "base")
-    trainer = make_trainer(
+    trainer = make_run(
         str(tmp_path / "base"), use_lora=True, save_final="merged", push_to_hub=True,
         hub_token="hf_secret", max_steps=2, save_steps=1, hub_revision="main",
     )  # fmt: skip
-    folder = Path(trainer.args.output_dir)
     (folder / "inference.log").write_text("prompts of people")
     trainer.train()
     assert (folder / "rollouts").is_dir() and (folder / "training_args.bin").is_file()
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert not [path for path in files if b"hf_secret" in path.read_bytes()]
     ((rest, names),) = hub.uploads
-    assert rest["repo_id"] == "me/run" and rest["token"] == "hf_secret"
-    assert rest["commit_message"] == "End of training" and rest["revision"] == "main"
-    assert set(names) >= MODEL | RUN and "merged/model.safetensors" in names
-    assert {"tokenizer.json", "merged/config.json", "merged/README.md"} <= set(names)
+    assert (rest["repo_id"], rest["token"], rest["revision"]) == ("me/run", "hf_secret", "main")
+    model = {"adapter_config.json", "adapter_model.safetensors", "README.md", "tokenizer.json"}
+    merged = {f"merged/{name}" for name in ("model.safetensors", "config.json", "README.md")}
+    assert set(names) >= model | merged | {"metrics.jsonl"}
     private = ("rollout", "run.json", "training_args", ".log", "checkpoint", "_unfinished")
     assert not [name for name in names if any(part in name for part in private)]
     assert is_our_card(folder / "README.md")
     assert trainer.push_to_hub(commit_message="again", blocking=True) == "the commit"
     assert hub.uploads[-1][1] == names and hub.uploads[-1][0]["commit_message"] == "again"
-
-
-def test_environments_are_named_by_their_ids_where_they_have_one():
-    class MyTaskset:
-        config = SimpleNamespace(id="")
-
-    env = SimpleNamespace(config=SimpleNamespace(taskset=SimpleNamespace(id="fix_it")))
-    assert environment_names(env) == environment_names("fix_it") == ["fix_it"]
-    assert environment_names(MyTaskset()) == ["MyTaskset"] and environment_names(None) == []
-    assert environment_names([WeightedEnv(env, "a"), WeightedEnv(env, "b")]) == ["a", "b"]
-
-
-def test_the_hub_gets_no_checkpoints():
-    with pytest.raises(ConfigError, match="hub_strategy='checkpoint' has no effect in RLTrainer"):
-        RLConfig(push_to_hub=True, hub_strategy="checkpoint")

@@ -2,21 +2,13 @@
 
 import os
 import signal
-import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import wait_until
 from verifiers_rl.cli.children import LocalChild
 from verifiers_rl.cli.supervise import answers
-
-
-def wait_until(condition, seconds=30.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def is_running(pid):
@@ -30,10 +22,9 @@ def is_running(pid):
 def cluster():
     """A Ray cluster of this machine alone."""
     ray = pytest.importorskip("ray")
-    ray_environment = {"RAY_DEDUP_LOGS": "0", "RAY_DISABLE_IMPORT_WARNING": "1"}
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in ray_environment.items():
-            patch.setenv(name, value)
+        patch.setenv("RAY_DEDUP_LOGS", "0")
+        patch.setenv("RAY_DISABLE_IMPORT_WARNING", "1")
         ray.init(
             address="local", num_cpus=4, include_dashboard=False, object_store_memory=80_000_000
         )
@@ -43,9 +34,7 @@ def cluster():
             ray.shutdown()
 
 
-@pytest.fixture(
-    params=["local", pytest.param("ray", marks=[pytest.mark.slow])],
-)
+@pytest.fixture(params=["local", pytest.param("ray", marks=[pytest.mark.slow])])
 def start(request, tmp_path):
     """Starts a child with this code and these words."""
     started = []
@@ -144,7 +133,7 @@ def test_a_child_ends_with_its_parent(tmp_path):
     child = LocalChild("parent", ["-c", parent, code, str(pid)], {})
     wait_until(lambda: pid.exists() and pid.read_text())
     os.kill(child.pid, signal.SIGKILL)
-    wait_until(partial(lambda number: not is_running(number), int(pid.read_text())))
+    wait_until(lambda: not is_running(int(pid.read_text())))
     child.stop()
 
 

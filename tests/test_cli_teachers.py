@@ -1,16 +1,12 @@
 """The teachers of a TOML: from its tables to the `Teacher`s of a run, and the servers between."""
 
 import json
-import sys
-import tomllib
 
 import pytest
 
 from verifiers_rl.cli import config as config_module
-from verifiers_rl.cli import rl
 from verifiers_rl.cli.config import TomlError, load_run_config
 from verifiers_rl.cli.plan import SERVERS_VARIABLE
-from verifiers_rl.distill.tables import make_scorers
 from verifiers_rl.inference.client import TOKEN_VARIABLE
 
 ENVS = """
@@ -96,37 +92,3 @@ def test_a_teacher_that_only_vf_rl_starts_is_one_line_elsewhere(read, no_environ
     config = read(OURS + ENVS + TEACHERS)
     with pytest.raises(TomlError, match=r"rl\.toml: \[\[teacher\]\] 2: teacher 'old' has no base_"):
         config.load_envs()
-
-
-def test_keys_of_the_command_line_reach_a_teacher_and_an_environment(read):
-    config = read(
-        OURS + ENVS + TEACHERS,
-        ("teacher.1.gpus", "1"), ("teacher.1.args.dtype", "float32"), ("env.2.hint", "3"),
-    )  # fmt: skip
-    old = config.teachers[1]
-    assert (old.gpus, old.args) == (1, {"max_num_seqs": 16, "dtype": "float32"})
-    assert make_scorers(config, are_started=False)[2].hint == "3"
-
-
-def test_a_dry_run_shows_teachers_as_they_would_be_started(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "rl.toml").write_text(OURS + ENVS + TEACHERS)
-    monkeypatch.setattr(sys, "argv", ["vf-rl", "--dry-run", "@", "rl.toml"])
-    assert rl.run() == 0
-    written = tmp_path / "resolved.toml"
-    written.write_text(capsys.readouterr().out)
-    shown = tomllib.loads(written.read_text())
-    big, old = shown["teacher"]
-    assert big["base_url"] == "http://10.0.0.2:8000/v1" and big["key_variable"] == "BIG_KEY"
-    assert old == {
-        "name": "old", "model": str(tmp_path / "old"), "gpus": 2, "args": {"max_num_seqs": 16}
-    }  # fmt: skip
-    assert shown["env"][1]["teacher"] == "big" and shown["env"][1]["distill_coef"] == 0.5
-    again = load_run_config(written, checks_model=False)
-    assert again.teachers == load_run_config(tmp_path / "rl.toml", checks_model=False).teachers
-
-
-def test_on_a_cpu_a_teacher_needs_no_gpus(read):
-    cpu = "[inference]\ngpus = 0\n[trainer]\ngpus = 0\n"
-    text = 'model = "m"\n' + cpu + ENVS + TEACHERS.replace("gpus = 2\n", "")
-    assert [table.gpus for table in read(text).teachers] == [None, 0]

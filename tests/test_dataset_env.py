@@ -17,6 +17,7 @@ from verifiers_rl.envs.base import InvalidEnvironmentError
 from verifiers_rl.envs.make import make_runner
 
 ROWS = [{"prompt": "2 + 3", "answer": "5"}, {"prompt": "1 + 1", "answer": "2"}]
+CHAT = [{"role": "user", "content": "hi"}]
 
 
 class Reply:
@@ -34,10 +35,10 @@ def exact(completion, answer):
     return float(completion == answer)
 
 
-def runner_of(env, tmp_path):
-    return make_runner(
-        env, "http://unused", None, RLConfig(output_dir=str(tmp_path), env_workers=0)
-    )
+def sizes_of(env, tmp_path):
+    args = RLConfig(output_dir=str(tmp_path), env_workers=0)
+    runner = make_runner(env, "http://unused", None, args)
+    return runner.sizes("train"), runner.sizes("eval")
 
 
 class Polars:
@@ -81,8 +82,7 @@ def test_a_reward_function_gets_the_columns_that_it_names(dataset, tmp_path):
     env = env_from(dataset, exact)
     assert [task.data.prompt for task in env] == ["2 + 3", "1 + 1"]
     assert rewards(env) == [1.0, 0.0]
-    runner = runner_of(env, tmp_path)
-    assert (runner.sizes("train"), runner.sizes("eval")) == ([2], [2])
+    assert sizes_of(env, tmp_path) == ([2], [2])
 
 
 def test_reward_functions_of_all_kinds():
@@ -114,61 +114,58 @@ def test_numbers_of_all_kinds_are_rewards(value):
 
 @pytest.mark.parametrize("value", [None, "1.0", math.nan, [1.0], torch.ones(2), 1j])
 def test_what_is_no_number_costs_the_rollout(value):
-    def odd(completion):
-        return value
-
-    with pytest.raises(ValueError, match=r"function 'odd' returned .*, which is no finite number"):
-        rewards(env_from(["p"], odd))
+    with pytest.raises(ValueError, match=r"function '.*' returned .*, which is no finite number"):
+        rewards(env_from(["p"], lambda completion: value))
 
 
 def test_prompts_of_all_kinds_and_a_system_prompt():
-    chat = [{"role": "user", "content": "hi"}]
-    env = env_from([{"prompt": "a"}, {"prompt": chat}], lambda prompt: 1, system_prompt="be brief")
+    env = env_from([{"prompt": "a"}, {"prompt": CHAT}], lambda prompt: 1, system_prompt="be brief")
     first, second = env
     assert (first.data.prompt, first.data.system_prompt) == ("a", "be brief")
     assert second.data.prompt == [vf.UserMessage(content="hi")]
-    assert second.row["prompt"] is chat  # the function gets what the dataset has
+    assert second.row["prompt"] is CHAT  # the function gets what the dataset has
     for texts in (["a", "b"], np.array(["a", "b"]), pandas.Series(["a", "b"], index=[1, 0])):
         assert env_from(texts, lambda completion: 1).tasks[1].data.prompt == "b"
 
 
 def test_evaluations_may_have_rows_of_their_own(tmp_path):
     env = env_from(ROWS, exact, eval_dataset=[{"prompt": "0", "answer": "0"}])
-    runner = runner_of(env, tmp_path)
-    assert (runner.sizes("train"), runner.sizes("eval")) == ([2], [1])
+    assert sizes_of(env, tmp_path) == ([2], [1])
     with pytest.raises(InvalidEnvironmentError, match="eval_dataset: the reward function 'exact'"):
         env_from(ROWS, exact, eval_dataset=["0"])
 
 
-def completions(completions, **kwargs):
-    return 1.0
-
-
-def positional(answer, /):
-    return 1.0
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ([], "dataset is empty"),
+        ([{"question": "a"}], "row 0 has no column 'prompt', only 'question'"),
+        (pandas.DataFrame({"question": ["a"]}), "row 0 has no column 'prompt', only 'question'"),
+        ([{"prompt": "a", "anwser": 1}], "did you mean 'anwser'.*'prompt', 'anwser'"),
+        ([ROWS[0], {"prompt": "b"}], "'answer', which is no column"),
+        ([{"prompt": 3, "answer": ""}], "row 0: prompt=3 is neither"),
+        ([{"prompt": "", "answer": ""}], "row 0: the prompt is empty"),
+        ([{"prompt": [CHAT[0] | {"role": "system"}], "answer": ""}], "row 0: .*leave system_pro"),
+        ([["a"]], "row 0 is a list"),
+        ("abc", "not a str"),
+        ({"a", "b"}, "not a set; .* of a set, a sorted list"),
+        (DatasetDict(train=Dataset.from_list(ROWS)), "of a DatasetDict, pass one of its"),
+        (Dataset.from_list(ROWS).to_iterable_dataset(), r"pass list\(stream.take\(n\)\)"),
+    ],
+)
+def test_a_dataset_that_cannot_be_an_environment_is_one_line(dataset, message):
+    with pytest.raises(InvalidEnvironmentError, match=message):
+        env_from(dataset, exact, system_prompt="be brief")
 
 
 @pytest.mark.parametrize(
-    ("dataset", "reward", "message"),
+    ("reward", "message"),
     [
-        ([], exact, "dataset is empty"),
-        ([{"question": "a"}], exact, r"row 0 has no column 'prompt', only 'question'"),
-        ([{"prompt": "a", "anwser": 1}], exact, "did you mean 'anwser'.*'prompt', 'anwser'"),
-        (ROWS, completions, "a parameter 'completions', which is no column .* mean 'completion'"),
-        (ROWS, positional, "'answer', which is no column that can be passed by its name"),
-        ([ROWS[0], {"prompt": "b"}], exact, "'answer', which is no column"),
-        (ROWS, "exact", "reward_fn='exact' is no function"),
-        ([{"prompt": 3, "answer": ""}], exact, "row 0: prompt=3 is neither"),
-        ([{"prompt": "", "answer": ""}], exact, "row 0: the prompt is empty"),
-        ([["a"]], exact, "row 0 is a list"),
-        ("abc", exact, "not a str"),
-        ({"a", "b"}, exact, "not a set; .* of a set, a sorted list"),
-        (pandas.DataFrame({"question": ["a"]}), exact, "row 0 has no column 'prompt', only 'quest"),
-        (DatasetDict(train=Dataset.from_list(ROWS)), exact, "of a DatasetDict, pass one of its"),
-        (Dataset.from_list(ROWS).to_iterable_dataset(), exact, r"pass list\(stream.take\(n\)\)"),
-        ([{"prompt": [{"role": "system", "content": "a"}], "answer": ""}], exact, "leave system_p"),
+        (lambda completions, **row: 1, "'completions', which is no column .* mean 'completion'"),
+        (lambda answer, /: 1, "'answer', which is no column that can be passed by its name"),
+        ("exact", "reward_fn='exact' is no function"),
     ],
 )
-def test_what_cannot_be_an_environment_is_one_line(dataset, reward, message):
+def test_a_reward_function_that_cannot_be_called_is_one_line(reward, message):
     with pytest.raises(InvalidEnvironmentError, match=message):
-        env_from(dataset, reward, system_prompt="be brief")
+        env_from(ROWS, reward)

@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import threading
 from contextlib import asynccontextmanager
 from itertools import pairwise
 
@@ -11,7 +10,8 @@ import pytest
 from aiohttp import web
 from pydantic import ValidationError
 
-from tests.helpers import StubRunner, load_example, make_request, make_samples
+from tests.conftest import free_port
+from tests.helpers import StubRunner, load_example, make_request, make_samples, serving
 from verifiers_rl import RLConfig, WeightedEnv
 from verifiers_rl.distill import Distillation, Teacher, TeacherError
 from verifiers_rl.distill.scoring import teacher_advantages
@@ -19,21 +19,8 @@ from verifiers_rl.distill.teacher import TeacherClient, check_vocabulary
 from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
 from verifiers_rl.envs.make import Environments, Part, make_runner
 from verifiers_rl.inference.client import TOKEN_VARIABLE, ServerLostError
+from verifiers_rl.process.loop_thread import LoopThread
 from verifiers_rl.types import Sample
-
-
-class NamedRunner(StubRunner):
-    """A whole `EnvRunner`, of this name."""
-
-    def __init__(self, name, **options):
-        super().__init__(**options)
-        self.name = name
-
-    async def run_group(self, request):
-        group = await super().run_group(request)
-        for rollout in group:
-            rollout.env = self.name
-        return group
 
 
 def logprob_of(before: int, token: int) -> float:
@@ -50,16 +37,15 @@ def answer_to(ids: list[int]) -> dict:
 
 
 @asynccontextmanager
-async def teaching(change=lambda reply: reply, statuses=(), max_model_len=4096, model="big"):
-    """The URL of a stand-in for vLLM, and the requests that it gets. Its first answers have these
-    statuses, and `change` changes the others.
+async def teaching(change=lambda reply: reply, statuses=()):
+    """The URL of a stand-in for vLLM that takes 100 tokens, and the requests that it gets. Its
+    first answers have these statuses, and `change` changes the others.
     """
     requests, left = [], list(statuses)
 
-    async def models(request):
-        return web.json_response({"data": [{"id": model, "max_model_len": max_model_len}]})
-
-    async def complete(request):
+    async def answer(request):
+        if request.path == "/v1/models":
+            return web.json_response({"data": [{"id": "big", "max_model_len": 100}]})
         requests.append((dict(request.headers), await request.json()))
         if left:
             if (status := left.pop(0)) is None:  # the answer is lost on its way
@@ -67,24 +53,16 @@ async def teaching(change=lambda reply: reply, statuses=(), max_model_len=4096, 
             return web.Response(status=status, text="later")
         return web.json_response(change(answer_to(requests[-1][1]["prompt"])))
 
-    app = web.Application()
-    app.router.add_get("/v1/models", models)
-    app.router.add_post("/v1/completions", complete)
-    runner = web.AppRunner(app, shutdown_timeout=1)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}", requests
-    finally:
-        await runner.cleanup()
+    async with serving(answer, "/v1/{path:models|completions}") as url:
+        yield url, requests
 
 
-def ask(ids, change=lambda reply: reply, statuses=(), **options):
+def ask(ids, change=lambda reply: reply, statuses=(), is_own=False, needs=0, **options):
     """The logprobs of one request, and the requests that the stand-in got."""
 
     async def run():
         async with teaching(change, statuses) as (url, requests):
-            client = TeacherClient(Teacher("big", url, **options))
+            client = TeacherClient(Teacher("big", url, **options), needs, is_own)
             await client.open()
             try:
                 return await client.logprobs(np.array(ids)), requests
@@ -121,21 +99,9 @@ def test_a_teacher_that_stays_away_ends_the_run_with_one_line():
     assert "teacher 'big' at http://127.0.0.1:" in str(raised.value)
     assert "gave no answer within 0.5 s (timeout_s); at last: " in str(raised.value)
     assert "\n" not in str(raised.value)
-
-
-def test_nobody_at_the_teachers_address_is_one_line(unused_port):
-    async def run():
-        await TeacherClient(Teacher("big", unused_port, timeout_s=0.3)).open()
-
+    nobody = Teacher("big", f"http://127.0.0.1:{free_port()}/v1/", timeout_s=0.3)
     with pytest.raises(TeacherError, match=r"no answer within 0\.3 s .* Start it again"):
-        asyncio.run(run())
-
-
-@pytest.fixture
-def unused_port():
-    from tests.conftest import free_port
-
-    return f"http://127.0.0.1:{free_port()}/v1/"
+        asyncio.run(TeacherClient(nobody).open())
 
 
 def set_logprob(value):
@@ -181,21 +147,14 @@ def test_a_teacher_that_refuses_is_asked_once():
 
 
 def test_a_teacher_for_shorter_sequences_is_refused_at_the_start():
-    async def run(min_model_len, name="big"):
-        async with teaching(max_model_len=100) as (url, _):
-            client = TeacherClient(Teacher(name, url), min_model_len)
-            await client.open()
-            await client.close()
-
-    asyncio.run(run(100))
+    ask([5, 3], needs=100)
     with pytest.raises(TeacherError, match=r"takes 100 tokens .* needs 101: .*--max-model-len 101"):
-        asyncio.run(run(101))
+        ask([5, 3], needs=101)
 
 
 @pytest.mark.parametrize(
     "options, problem",
     [
-        ({"base_url": "localhost:80"}, r"base_url\n.* must be like http://host:8000"),
         ({"model": ""}, r"model\n.* at least 1 character"),
         ({"timeout_s": 0}, r"timeout_s\n.* greater than 0"),
         ({"timeout_s": math.inf}, r"timeout_s\n.* finite number"),
@@ -255,44 +214,27 @@ def test_missing_logprobs_are_no_advantages():
 
 def taught(runner, distillation, url="http://127.0.0.1:1", tokenizer=None, example=None):
     """The runner, whose training rollouts are scored."""
-    options = RunnerOptions(url, tokenizer, 64, name=runner.name)
+    options = RunnerOptions(url, tokenizer, 64, name="taught")
     args = RLConfig(use_cpu=True, temperature=1.0, max_seq_len=64, generation_timeout=5.0)
     distillation.connect(options, args, example)
-    return Part(WeightedEnv(runner, runner.name, scorer=distillation), runner)
+    return Part(WeightedEnv(runner, "taught", scorer=distillation), runner)
 
 
 def generate(make_orchestrator, algorithm, runner=None, **options):
     """A batch of a stub environment with the stand-in as its teacher, and the requests."""
-
-    ready, stop, result = threading.Event(), None, {}
-
-    def serve():
-        async def run():
-            nonlocal stop
-            stop = asyncio.Event()
-            result["loop"] = asyncio.get_running_loop()
-            async with teaching() as (url, requests):
-                result["url"], result["requests"] = url, requests
-                ready.set()
-                await stop.wait()
-
-        asyncio.run(run())
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    ready.wait(10)
+    thread, stand_in = LoopThread("teacher"), teaching()
+    url, requests = thread.run(stand_in.__aenter__()).result(10)
     try:
-        teacher = Distillation(Teacher("big", result["url"]), algorithm, 0.5)
-        parts = [taught(runner or NamedRunner("taught"), teacher)]
+        teacher = Distillation(Teacher("big", url), algorithm, 0.5)
+        parts = [taught(runner or StubRunner(), teacher)]
         if options.pop("mixes", False):
-            plain = NamedRunner("plain")
+            plain = StubRunner()
             parts.insert(0, Part(WeightedEnv(plain, "plain"), plain))
         orchestrator = make_orchestrator(Environments(parts), **options)
         orchestrator.submit(0, "policy", 0)
-        return orchestrator.get(), result["requests"]
+        return orchestrator.get(), requests
     finally:
-        result["loop"].call_soon_threadsafe(stop.set)
-        thread.join(10)
+        thread.stop(lambda: stand_in.__aexit__(None, None, None))
 
 
 def theirs_of(sample):
@@ -321,7 +263,7 @@ def test_a_teacher_beside_rewards_adds_to_their_advantages(make_orchestrator):
 
 
 def test_groups_of_one_reward_are_learned_from_if_they_have_a_teacher(make_orchestrator):
-    same = NamedRunner("taught", outcome=lambda index, i: 1.0)
+    same = StubRunner(outcome=lambda index, i: 1.0)
     batch, _ = generate(make_orchestrator, "opd", same, group_filter={"min_reward_variance": 1e-6})
     assert len(batch.rollouts) == 8 and batch.metrics["filtered_share"] == 0
     assert batch.sizes.has_advantage.all()
@@ -342,7 +284,7 @@ def test_evaluations_and_failed_rollouts_need_no_teacher():
 
     async def run(split):
         async with teaching() as (url, requests):
-            runner = NamedRunner("taught", **outcome)
+            runner = StubRunner(**outcome)
             env = Environments([taught(runner, Distillation(Teacher("big", url)))])
             await env.open()
             try:
@@ -374,7 +316,7 @@ def test_the_teacher_of_opsd_reads_the_hint_before_the_rollouts_own_tokens():
     async def run(text):
         async with teaching() as (url, requests):
             teacher = Distillation(algorithm="opsd", hint=text)
-            env = Environments([taught(NamedRunner("env"), teacher, url, tokenizer, example)])
+            env = Environments([taught(StubRunner(), teacher, url, tokenizer, example)])
             await env.open()
             try:
                 group = await env.run_group(make_request(6, 2, model="adapter"))
@@ -389,25 +331,16 @@ def test_the_teacher_of_opsd_reads_the_hint_before_the_rollouts_own_tokens():
         assert body["model"] == "adapter"
         wanted = expected(sample, theirs_of(sample), 1.0)  # the stand-in looks one token back
         assert rollout.added_advantages == pytest.approx(wanted, abs=1e-6)
-    with pytest.raises(InvalidEnvironmentError, match=r"'env'.*'reply'.*fields answer, data"):
+    with pytest.raises(InvalidEnvironmentError, match=r"'taught'.*'reply'.*fields answer, data"):
         asyncio.run(run("{reply}"))
 
 
 def test_a_lost_own_server_is_the_trainers_to_wait_for():
-    async def run(status):
-        async with teaching(statuses=(status,)) as (url, _):
-            client = TeacherClient(Teacher("policy", url, timeout_s=5.0), is_own=True)
-            await client.open()
-            try:
-                await client.logprobs(np.array([5, 3]), "adapter")
-            finally:
-                await client.close()
-
     for status in (404, 503):
         with pytest.raises(ServerLostError, match=f"status {status}"):
-            asyncio.run(run(status))
+            ask([5, 3], statuses=(status,), is_own=True)
     with pytest.raises(TeacherError, match="--max-model-len above max_seq_len, and the hint"):
-        asyncio.run(run(400))
+        ask([5, 3], statuses=(400,), is_own=True)
 
 
 # --- What is refused at the start -----------------------------------------------------------------
@@ -433,30 +366,17 @@ TEACHER = Teacher("big", "http://host")
 @pytest.mark.parametrize(
     "options, problem",
     [
-        ({"algorithm": "opd"}, "algorithm='opd' needs a teacher"),
         ({"algorithm": "opsd"}, "algorithm='opsd' needs a hint"),
         ({"algorithm": "opsd", "hint": "{"}, "hint='{': "),
         ({"teacher": TEACHER, "hint": "x"}, "hint='x' is for algorithm='opsd'"),
+        ({"teacher": TEACHER, "distill_coef": 0}, "greater than 0"),
+        ({"teacher": TEACHER, "distill_coef": math.inf}, "finite number"),
     ],
 )
-def test_an_algorithm_that_cannot_work_is_refused(options, problem):
+def test_a_distillation_that_cannot_work_is_refused(options, problem):
     with pytest.raises(ValidationError) as raised:
         Distillation(**options)
     assert problem in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    "options, problem",
-    [
-        ({"algorithm": "dpo"}, r"algorithm\n.*'rl', 'opd' or 'opsd'"),
-        ({"distill_coef": 0}, r"distill_coef\n.* greater than 0"),
-        ({"distill_coef": math.inf}, r"distill_coef\n.* finite number"),
-        ({"hint": 3}, r"hint\n.* valid string"),
-    ],
-)
-def test_a_value_of_the_wrong_kind_is_refused(options, problem):
-    with pytest.raises(ValidationError, match=problem):
-        Distillation(**{"teacher": TEACHER, **options})
 
 
 def test_a_scorer_of_evaluations_is_refused():
@@ -466,11 +386,9 @@ def test_a_scorer_of_evaluations_is_refused():
 
 def test_a_group_may_wait_for_the_slowest_teacher():
     slow = Distillation(Teacher("t", "http://host", timeout_s=400))
-    scorers = {"a": None, "b": Distillation(TEACHER), "c": slow}
-    runners = {name: NamedRunner(name) for name in scorers}
+    scorers, runner = {"a": None, "b": Distillation(TEACHER), "c": slow}, StubRunner()
     parts = [
-        Part(WeightedEnv(runners[name], name, scorer=scorer), runners[name])
-        for name, scorer in scorers.items()
+        Part(WeightedEnv(runner, name, scorer=scorer), runner) for name, scorer in scorers.items()
     ]
     assert Environments(parts).scoring_timeout_s == 400
     assert Environments(parts[:1]).scoring_timeout_s == 0
@@ -489,7 +407,7 @@ def test_a_group_may_wait_for_the_slowest_teacher():
 def test_logprobs_that_cannot_be_compared_are_refused(options, tmp_path):
     run = {"output_dir": str(tmp_path), "use_cpu": True, "env_workers": 0, "temperature": 1.0}
     args = RLConfig(**{**run, **options})
-    env = [WeightedEnv(NamedRunner("env"), "env", scorer=Distillation(TEACHER))]
+    env = [WeightedEnv(StubRunner(), "env", scorer=Distillation(TEACHER))]
     name = next(iter(options))
     with pytest.raises(InvalidEnvironmentError, match=f"temperature 1 without cuts, and {name}"):
         make_runner(env, "http://host", None, args)
@@ -499,7 +417,7 @@ def test_a_policy_with_several_servers_is_not_its_own_teacher(tmp_path):
     args = RLConfig(output_dir=str(tmp_path), use_cpu=True, env_workers=0, temperature=1.0)
     args.vllm_servers = ["a:1", "b:1"]
     hinted = Distillation(algorithm="opsd", hint="{answer}")
-    runner = NamedRunner("env")
+    runner = StubRunner()
     runner.example = lambda split, index: None
     env = [WeightedEnv(runner, "env", scorer=hinted)]
     with pytest.raises(InvalidEnvironmentError, match="cannot be its own teacher"):

@@ -20,6 +20,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from accelerate.commands.launch import launch_command_parser
+from torch.distributed.run import get_args_parser
 
 import verifiers_rl
 import verifiers_rl.sft
@@ -99,22 +101,15 @@ def test_links_within_the_repository_lead_somewhere(page):
         assert target.exists() and target.is_relative_to(ROOT), link
         if anchor:
             assert anchor in anchors(target.relative_to(ROOT).as_posix()), link
+        if target.suffix == ".svg":
+            assert xml.etree.ElementTree.parse(target).getroot().tag.endswith("svg")
+        assert target.suffix != ".png" or target.read_bytes().startswith(b"\x89PNG"), link
 
 
 def test_the_list_of_pages_has_each_page_once():
     listed = [link for link in links("docs/index.md") if re.fullmatch(r"\w+\.md", link)]
     assert len(listed) == len({*listed})
     assert {*listed} == {path.name for path in DOCS.glob("*.md")} - {"index.md"}
-
-
-def test_pictures_are_svg_that_parses_or_png():
-    for page in PAGES:
-        for name in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", prose(page)):
-            path = (ROOT / page).parent / name
-            if path.suffix == ".svg":
-                assert xml.etree.ElementTree.parse(path).getroot().tag.endswith("svg")
-            else:
-                assert path.read_bytes().startswith(b"\x89PNG"), path
 
 
 # --- The generated page ---------------------------------------------------------------------------
@@ -128,16 +123,6 @@ def reference():
     return module
 
 
-def test_the_reference_lists_every_option_in_its_section():
-    page = read("docs/reference.md")
-    for title, names in reference().sections().items():
-        section = page.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
-        assert names and all(f"\n| `{name}` | " in section for name in names), title
-    own = {name for names in reference().sections().values() for name in names}
-    base = {option.name for option in fields(transformers.TrainingArguments)}
-    assert {option.name for option in fields(RLConfig)} - base <= own
-
-
 def test_the_reference_is_fresh():
     """`make reference` writes it. What comes from transformers depends on its version."""
     page, fresh = read("docs/reference.md"), reference().page()
@@ -147,8 +132,12 @@ def test_the_reference_is_fresh():
     assert page == fresh, "docs/reference.md is stale: run `make reference`"
 
 
-def test_the_reference_says_what_the_code_checks():
+def test_the_reference_has_every_option_and_says_what_the_code_checks():
+    own = {name for names in reference().sections().values() for name in names}
+    base = {option.name for option in fields(transformers.TrainingArguments)}
+    assert {option.name for option in fields(RLConfig)} - base <= own
     page = read("docs/reference.md")
+    assert all(f"\n| `{name}` | " in page for name in own)
     assert "| `batch_size` | an integer >= 1 | `512` | Rollouts of one optimizer step" in page
     assert '| `lora_sync` | one of auto, adapter, merged | `"auto"` |' in page
     assert "| `min_p` | a number >= 0 and <= 1 | `0.0` |" in page
@@ -247,9 +236,9 @@ def write_adapter(folder):
 @pytest.mark.parametrize("page", pages_with("python"))
 def test_python_runs(page, in_docs_folder):
     """Each block is run as a script, with a trainer that only checks what it is given."""
-    if page == "docs/after_training.md":
+    if page == "docs/resume.md":
         write_adapter(in_docs_folder)
-    if page == "docs/rollouts_on_disk.md":
+    if page == "docs/watching.md":
         write_fake_run(in_docs_folder / "outputs" / "rl", 400, num_steps=20, tokens_of=0.5)
     tokenizer = load_example("warm_start").make_tokenizer()
     # As a program, an environment with tools would serve them.
@@ -270,7 +259,7 @@ def test_python_runs(page, in_docs_folder):
             assert sum(runner.sizes("train")) > 0
             if trainer.replaced.advantage_fn is not None:
                 as_numbers(trainer.replaced.advantage_fn(make_group()), 2)
-    if page == "docs/after_training.md":
+    if page == "docs/resume.md":
         merged = transformers.AutoModelForCausalLM.from_pretrained("outputs/merged")
         ids = torch.arange(5)[None]
         assert not torch.equal(merged(ids).logits, make_tiny_model()(ids).logits)
@@ -288,7 +277,7 @@ def test_the_environments_page_has_the_files_as_they_are():
 @pytest.mark.parametrize("page", pages_with("toml"))
 def test_toml_is_a_run_that_vf_rl_takes(page, in_docs_folder):
     """A block without a model or an environment gets one; an environment of ours is loaded too."""
-    for number, text in enumerate(blocks(page, "toml")):
+    for text in blocks(page, "toml"):
         data = tomllib.loads(text)
         if page == "docs/reference.md":
             continue  # it shows alternatives beside each other
@@ -297,7 +286,7 @@ def test_toml_is_a_run_that_vf_rl_takes(page, in_docs_folder):
         kind = SFTRunConfig if "data" in data else RunConfig
         if "env" not in data and kind is RunConfig:
             text += '\n[env.taskset]\nid = "number_guess"\n'
-        path = in_docs_folder / f"config{number}.toml"
+        path = in_docs_folder / "config.toml"
         path.write_text(text)
         config = load_run_config(path, checks_model=False, kind=kind)
         check_trainer_args(config)
@@ -307,18 +296,14 @@ def test_toml_is_a_run_that_vf_rl_takes(page, in_docs_folder):
             config.load_envs(with_teachers=False)
 
 
-@pytest.mark.parametrize("page", pages_with("json"))
-def test_json_parses(page):
-    for text in blocks(page, "json"):
-        json.loads(text)
-
-
 def test_blocks_are_of_a_language_that_is_checked():
     known = {"", "bash", "json", "python", "text", "toml"}
     for page in PAGES:
         used = re.findall(r"^```(\w*)[^\n]*\n.*?^```$", read(page), re.MULTILINE | re.DOTALL)
         assert {*used} <= known, page
         assert read(page).count("\n```") % 2 == 0, page
+        for text in blocks(page, "json"):
+            json.loads(text)
 
 
 # --- Commands -------------------------------------------------------------------------------------
@@ -391,10 +376,9 @@ def check_command(words, page):
             else:
                 said = help_of(program, *(word for word in rest[:1] if word in COMMANDS))
                 assert re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", said), (option, words)
-    elif words[:2] == ["accelerate", "launch"]:
-        from accelerate.commands.launch import launch_command_parser
-
-        known = launch_command_parser()._option_string_actions
+    elif program == "torchrun" or words[:2] == ["accelerate", "launch"]:
+        parser = launch_command_parser() if program == "accelerate" else get_args_parser()
+        known = parser._option_string_actions
         script = next(i for i, word in enumerate(rest) if word.endswith(".py") or word == "-m")
         assert {word for word in rest[:script] if word.startswith("--")} <= {*known}, words
         if "--config_file" in rest:
@@ -435,6 +419,7 @@ def metrics():
 def known_names():
     options = {option.name for option in fields(RLConfig)}
     tables = {"gpus", "model", "env", "weight", "class", "max_turns", "args", "replicas"}
+    tables |= {"trainer_nodes", "inference_nodes", "import_from", "env_file"}
     tables.add("chat_template_kwargs")  # of an agent's sampling
     flags = {flag[2:].replace("-", "_") for flag in server_flags()}
     arguments = {"loss_fn", "advantage_fn", "example_order", "peft_config"}

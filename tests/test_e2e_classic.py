@@ -4,15 +4,13 @@ import pytest
 
 from tests.conftest import running_server
 from tests.helpers import ROOT
+from tests.test_e2e_train import history, options_of
 from verifiers_rl import RLConfig, RLTrainer, WeightedEnv
+from verifiers_rl.envs.v1_loading import load_v1_environment
 
 pytestmark = pytest.mark.e2e
 
 CLASSIC = str(ROOT / ".venv-classic" / "bin" / "python")
-
-
-def history(trainer, name):
-    return [row[name] for row in trainer.state.log_history if name in row]
 
 
 def test_a_classic_environment_trains_beside_one_of_v1(warm_start, tmp_path, monkeypatch):
@@ -20,20 +18,14 @@ def test_a_classic_environment_trains_beside_one_of_v1(warm_start, tmp_path, mon
     args = {"num_train": 2048, "num_eval": 64, "instruction": ""}
     classic = {"id": "classic_reverse_text", "args": args}
     taskset = {"id": "reverse_text", "num_tasks": 2048, "instruction": ""}
-    others = [ROOT / "examples" / "classic"]
 
     def make_trainer(*envs, **options):
-        defaults = {"batch_size": 64, "rollouts_per_example": 16, "micro_batch_size": 64,
-                    "max_seq_len": 64, "max_tokens": 16, "temperature": 1.0, "max_steps": 1,
-                    "learning_rate": 1e-3, "save_strategy": "no",
-                    "use_cpu": True, "overwrite_output_dir": True, "eval_examples": 64,
-                    "output_dir": str(tmp_path / "run")}  # fmt: skip
-        defaults["vllm_server_port"] = server.port
-        return RLTrainer(str(warm_start), list(envs), RLConfig(**{**defaults, **options}))
+        options = {"max_steps": 1, "eval_examples": 64, "overwrite_output_dir": True, **options}
+        args = RLConfig(**options_of(server, tmp_path, **options))
+        return RLTrainer(str(warm_start), list(envs), args)
 
-    old = WeightedEnv(classic, "old", python=CLASSIC, folders=others)
-    from verifiers_rl.envs.v1_loading import load_v1_environment
-
+    folders = [ROOT / "examples" / "classic"]
+    old = WeightedEnv(classic, "old", python=CLASSIC, folders=folders)
     new = WeightedEnv(load_v1_environment({"taskset": taskset}), "new")
     flags = ("--enable-lora", "--max-lora-rank", "16", "--no-enable-prefix-caching")
     with running_server(warm_start, tmp_path / "server.log", *flags) as server:

@@ -12,7 +12,6 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -22,7 +21,8 @@ from transformers import set_seed
 
 from tests.conftest import running_server
 from tests.helpers import ROOT, load_example, make_request, serving
-from verifiers_rl import RLConfig, RLTrainer, WeightedEnv
+from tests.test_e2e_train import rows_of, run_python
+from verifiers_rl import RLConfig, RLTrainer
 from verifiers_rl.cli.config import load_run_config
 from verifiers_rl.envs.make import make_runner
 from verifiers_rl.envs.v1_loading import load_v1_environment
@@ -63,11 +63,6 @@ def tokenizer():
         "{{- message['content'] or '' -}}",
         "{%- if loop.last -%}{{- message['content'] or '' -}}"
         "{%- else -%}{{- (message['content'] or '').split('</think>')[-1] -}}{%- endif -%}",
-    )
-    # As Qwen3's does: without thinking, a reply begins behind an empty one.
-    tokenizer.chat_template += (
-        "{%- if add_generation_prompt and enable_thinking is defined and not enable_thinking -%}"
-        "{{- '<think></think>' -}}{%- endif -%}"
     )
     return tokenizer
 
@@ -118,41 +113,54 @@ def all_different(group):
     return [1.0 + position for position in range(len(group))]
 
 
-def roll_out(server, tokenizer, env, args, choices=None, num_rollouts=6):
-    """Rollouts one after the other, each with the server's raw replies to it.
+@pytest.fixture
+def replies(monkeypatch):
+    """Bodies of requests to the server, and its raw replies, from now on."""
+    post, found = ServerClient.post, []
 
-    With `choices` every reply is one of these texts, so that tool calls and thinking come from a
-    model with random weights.
+    async def recorded(self, path, **kwargs):
+        reply = await post(self, path, **kwargs)
+        found.append((kwargs["body"], json.loads(reply.content)))
+        return reply
+
+    monkeypatch.setattr(ServerClient, "post", recorded)
+    return found
+
+
+@pytest.fixture
+def roll_out(server, tokenizer, replies, v1_path):
+    """Rollouts of the environment with a user one after the other, each with the raw replies to it.
+
+    With `choices` every reply is one of these texts, so that thinking comes from a model with
+    random weights.
     """
-    runner = make_runner(env, server.url, tokenizer, args)
-    sampling = args.sampling_args()
-    if choices:
-        sampling["extra_body"] |= {"structured_outputs": {"choice": choices}}
 
-    async def run():
-        await runner.open()
-        post, replies, found = ServerClient.post, [], []
+    def roll_out(args, choices=None, num_rollouts=6):
+        env = load_v1_environment(V1_ENVIRONMENTS["a user"])
+        runner = make_runner(env, server.url, tokenizer, args)
+        sampling, found = args.sampling_args(), []
+        if choices:
+            sampling["extra_body"] |= {"structured_outputs": {"choice": choices}}
 
-        async def recorded(self, path, **kwargs):
-            reply = await post(self, path, **kwargs)
-            replies.append((kwargs["body"], json.loads(reply.content)))
-            return reply
-
-        try:
-            with patch.object(ServerClient, "post", recorded):
+        async def run():
+            await runner.open()
+            try:
                 for _ in range(num_rollouts):
                     replies.clear()
                     request = make_request(
-                        model=str(args.model_name), policy_version=3, sampling_args=sampling
+                        model=model_name(server), policy_version=3, sampling_args=sampling
                     )
-                    group = await runner.run_group(request)
-                    found.append((group[0], list(replies)))
-        finally:
-            await runner.close()
+                    found.append(((await runner.run_group(request))[0], [*replies]))
+            finally:
+                await runner.close()
+
+        asyncio.run(run())
+        for rollout, turns in found:
+            assert rollout.error is None and rollout.num_turns == len(turns)
+            check_tokens(rollout.samples, turns)
         return found
 
-    args.model_name = model_name(server)
-    return asyncio.run(run())
+    return roll_out
 
 
 def model_name(server):
@@ -171,75 +179,48 @@ def sampled_of(body, reply):
     return prompt, choice["token_ids"], logprobs
 
 
-def check_tokens(rollout, replies):
-    """The sampled tokens of all replies are those trained: each once, in order, with its logprob,
-    after exactly the tokens that the server was prompted with.
+def check_tokens(samples, replies):
+    """The sampled tokens of all replies are those trained: each once, with its logprob, after
+    exactly the tokens that the server was prompted with.
     """
-    assert rollout.error is None, rollout.error
-    assert rollout.num_turns == len(replies)
-    trained = [
-        (sample.token_ids[:at].tolist(), token, sample.inference_logprobs[at])
-        for sample in rollout.samples
-        for at, token in enumerate(sample.token_ids.tolist())
-        if sample.loss_mask[at]
-    ]
-    expected = []
+    trained = Counter(
+        (tuple(sample.token_ids[: at + 1].tolist()), sample.inference_logprobs[at].item())
+        for sample in samples
+        for at in np.flatnonzero(sample.loss_mask)
+    )
+    sampled = Counter()
     for body, reply in replies:
         prompt, tokens, logprobs = sampled_of(body, reply)
-        for at, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
-            expected.append(([*prompt, *tokens[:at]], token, logprob))
-    assert [token for _, token, _ in trained] == [token for _, token, _ in expected]
-    assert [logprob for *_, logprob in trained] == pytest.approx([lp for *_, lp in expected])
-    assert [context for context, *_ in trained] == [context for context, *_ in expected]
+        sampled.update(
+            ((*prompt, *tokens[: at + 1]), logprob) for at, logprob in enumerate(logprobs)
+        )
+    assert trained == sampled
 
 
-def test_every_sampled_token_of_several_turns_is_trained_once(server, tokenizer, tmp_path, v1_path):
+def test_every_sampled_token_of_several_turns_is_trained_once(server, tmp_path, roll_out):
     """Also where the template drops the thinking of past turns."""
-    env = load_v1_environment(V1_ENVIRONMENTS["a user"])
     choices = ["yes", "no, sir", "<think>hm</think>a"]
-    for rollout, replies in roll_out(server, tokenizer, env, make_args(server, tmp_path), choices):
-        check_tokens(rollout, replies)
+    for rollout, _ in roll_out(make_args(server, tmp_path), choices):
         assert rollout.num_turns == 3
         (sample,) = rollout.samples
         versions = zip(sample.policy_versions, sample.loss_mask, strict=True)
         assert {version for version, in_loss in versions if not in_loss} == {-1}
 
 
-def test_unrestrained_replies_cut_off_anywhere_stay_exact(server, tokenizer, tmp_path, v1_path):
+def test_unrestrained_replies_cut_off_anywhere_stay_exact(server, tmp_path, roll_out):
     """Any bytes, most replies truncated. Breaks are allowed, wrong tokens are not."""
-    env = load_v1_environment(V1_ENVIRONMENTS["a user"])
-    args = make_args(server, tmp_path, max_tokens=30, temperature=2.0)
-    found = roll_out(server, tokenizer, env, args)
-    for rollout, replies in found:
-        check_tokens(rollout, replies)
+    found = roll_out(make_args(server, tmp_path, max_tokens=30, temperature=2.0))
     assert any(rollout.is_truncated for rollout, _ in found), found
-
-
-def test_tools_do_not_change_what_is_sampled(server, model_folder, tmp_path, v1_path):
-    args = make_args(server, tmp_path, max_off_policy_steps=0, max_steps=1)
-    env = load_v1_environment(V1_ENVIRONMENTS["tools"])
-    trainer = RLTrainer(str(model_folder), env, args, advantage_fn=all_different)
-    trainer.train()
-    (row,) = [row for row in trainer.state.log_history if "loss" in row]
-    assert row["num_turns"] > 1
-    assert row["importance_ratio"] == pytest.approx(1.0, abs=1e-4)
-    assert row["mismatch_kl"] < 1e-6
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_a_reply_ends_at_a_stop_string_whose_tokens_are_trained(
-    server, tokenizer, tmp_path, v1_path, is_kept
+    server, tokenizer, tmp_path, roll_out, is_kept
 ):
-    env = load_v1_environment(V1_ENVIRONMENTS["a user"])
     stop = {"stop": [";", "#"], "include_stop_str_in_output": is_kept}
     args = make_args(server, tmp_path, **stop)
-    for reply, sampled, text in (
-        ("yes;no", "yes;", "yes"),
-        ("one#two;", "one#", "one"),
-        ("whole", "whole", "whole"),
-    ):
-        ((rollout, replies),) = roll_out(server, tokenizer, env, args, [reply], num_rollouts=1)
-        check_tokens(rollout, replies)
+    for reply, sampled, text in (("yes;no", "yes;", "yes"), ("one#two;", "one#", "one")):
+        ((rollout, replies),) = roll_out(args, [reply], num_rollouts=1)
         assert rollout.num_turns == 3 and not rollout.is_truncated
         for turn in replies:
             assert tokenizer.decode(sampled_of(*turn)[1], skip_special_tokens=True) == sampled
@@ -249,18 +230,6 @@ def test_a_reply_ends_at_a_stop_string_whose_tokens_are_trained(
         (sample,) = rollout.samples
         whole = tokenizer.decode(sample.token_ids)
         assert whole.count(f"<|assistant|>{sampled}<|end|><|user|>") == 2
-
-
-def test_variables_reach_the_chat_template_in_every_turn(server, tokenizer, tmp_path, v1_path):
-    env = load_v1_environment(V1_ENVIRONMENTS["a user"])
-    asked = {}
-    for name, given in (("on", {}), ("off", {"enable_thinking": False})):
-        args = make_args(server, tmp_path, chat_template_kwargs=given)
-        ((rollout, replies),) = roll_out(server, tokenizer, env, args, ["a"], num_rollouts=1)
-        check_tokens(rollout, replies)
-        asked[name] = [tokenizer.decode(sampled_of(*turn)[0]) for turn in replies]
-    for on, off in zip(asked["on"], asked["off"], strict=True):
-        assert on.endswith("<|assistant|>") and off.endswith("<|assistant|><think></think>")
 
 
 def post(server, body, path="/v1/chat/completions/tokens", key=None):
@@ -275,10 +244,16 @@ def post(server, body, path="/v1/chat/completions/tokens", key=None):
 
 
 def test_the_tokens_route_prompts_with_these_tokens_and_refuses_others(server, tokenizer):
-    body = {"model": model_name(server), "messages": [{"role": "user", "content": "something"}]}
-    body |= {"max_tokens": 2, "return_token_ids": True, "tokens": pack_ids([5, 6, 7])}
-    status, reply = post(server, body)
-    assert status == 200 and reply["usage"]["prompt_tokens"] == 3
+    """vLLM renders the messages beside the tokens; what a template adds to them does not count."""
+    body = {"model": model_name(server), "messages": [{"role": "user", "content": "x" * 500}]}
+    body |= {"max_tokens": 30, "ignore_eos": True}
+    # A reply ends where the context does.
+    for tokens, num_sampled in (([5, 6, 7], 30), ([5] * 390, 10)):
+        status, reply = post(server, body | {"tokens": pack_ids(tokens)})
+        assert status == 200, reply
+        assert reply["usage"]["prompt_tokens"] == len(tokens)
+        assert reply["usage"]["completion_tokens"] == num_sampled
+    body["messages"][0]["content"] = "something"
     for tokens, message in (
         ([], "must be at least one token id"),
         ([5, len(tokenizer)], f"{len(tokenizer)} is no token id below {len(tokenizer)}"),
@@ -289,10 +264,6 @@ def test_the_tokens_route_prompts_with_these_tokens_and_refuses_others(server, t
     for path in ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate"):
         status, reply = post(server, body, path, key="wrong")
         assert status == 401 and "wrong or missing key" in reply["error"]
-    # Requests without tokens are as before.
-    body.pop("tokens")
-    status, reply = post(server, body, "/v1/chat/completions")
-    assert status == 200 and len(reply["prompt_token_ids"]) == len("something") + 3
 
 
 def test_packed_tokens_are_those_of_openais_form(server):
@@ -314,55 +285,13 @@ def test_packed_tokens_are_those_of_openais_form(server):
         assert not reply["choices"][0].get(name), name
     assert not reply.get("prompt_token_ids")
     assert reply["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"]
-    # vLLM's own errors are as they were.
-    status, reply = post(server, body | {"temperature": -1})
-    assert status == 400 and "packed_tokens" not in reply and "temperature" in str(reply)
 
 
-def test_environments_mixed_by_weight_train_together(server, model_folder, tmp_path, v1_path):
-    tools = load_v1_environment(V1_ENVIRONMENTS["tools"])
-    talk = load_v1_environment(V1_ENVIRONMENTS["a user"])
-    mixed = [
-        WeightedEnv(talk, "talk", weight=3, sampling_args={"max_tokens": 5}),
-        WeightedEnv(tools, "tools", sampling_args={"max_tokens": 9}),
-        WeightedEnv(
-            load_v1_environment(V1_ENVIRONMENTS["one turn"]), "new", only="eval", eval_examples=2
-        ),
-    ]
-    args = make_args(server, tmp_path, batch_size=32, rollouts_per_example=4, max_steps=4)
-    trainer = RLTrainer(str(model_folder), mixed, args)
-    evaluated = trainer.evaluate()
-    names = {f"eval_{name}/reward" for name in ("talk", "tools", "new")}
-    assert names | {"eval_reward"} <= evaluated.keys()
-    # All examples of both that are trained on, and two of the third.
-    assert evaluated["eval_num_rollouts"] == 6 + 2
-    trainer.train()
-    rows = [row for row in trainer.state.log_history if "loss" in row]
-    assert len(rows) == 4
-    shares = [row["talk/group_share"] for row in rows]
-    assert sum(shares) / len(shares) == pytest.approx(0.75, abs=0.05)
-    for row in rows:
-        assert "new/reward" not in row
-        assert row["talk/num_turns"] == 3 and row["tools/num_turns"] < 3
-        share = row["talk/group_share"]
-        both = share * row["talk/reward"] + (1 - share) * row["tools/reward"]
-        assert row["reward"] == pytest.approx(both)
-        assert row["talk/completion_tokens"] <= 15 < 27
-    longest = {
-        env: max(r.num_sampled_tokens / r.num_turns for r in trainer.batch.rollouts if r.env == env)
-        for env in ("talk", "tools")
-    }
-    assert longest["talk"] <= 5 < longest["tools"] <= 9
-
-
-@pytest.mark.parametrize("max_off_policy_steps", [0, 2])
-def test_no_token_is_older_than_the_bound(
-    server, model_folder, tmp_path, v1_path, max_off_policy_steps
-):
-    """With 2, weights change while requests run: tokens of one batch have several versions."""
+def test_no_token_is_older_than_the_bound(server, model_folder, tmp_path, v1_path):
+    """Weights change while requests run: tokens of one batch have several versions."""
     args = make_args(
-        server, tmp_path, max_off_policy_steps=max_off_policy_steps, max_steps=6, max_tokens=60,
-        batch_size=16, learning_rate=1e-4,
+        server, tmp_path, max_off_policy_steps=2, max_steps=6, max_tokens=60, batch_size=16,
+        learning_rate=1e-4,
     )  # fmt: skip
     seen = []
 
@@ -379,97 +308,32 @@ def test_no_token_is_older_than_the_bound(
     rows = [row for row in trainer.state.log_history if "loss" in row]
     assert len(rows) == len(seen) == 6
     for step, versions in enumerate(seen):
-        assert step - max_off_policy_steps <= min(versions) <= max(versions) <= step
-        if max_off_policy_steps == 0:
-            assert versions == {step}
+        assert step - 2 <= min(versions) <= max(versions) <= step
     assert [row["staleness_max"] for row in rows] == [
         float(step - min(versions)) for step, versions in enumerate(seen)
     ]
-    if max_off_policy_steps == 2:
-        assert any(len(versions) > 1 for versions in seen)
-
-
-def test_workers_roll_out_as_the_trainer_does_and_train(
-    server, model_folder, tokenizer, tmp_path, v1_path
-):
-    env = load_v1_environment(V1_ENVIRONMENTS["a user"])
-    options = {"max_tokens": 4, "top_k": 1}  # greedy: the same replies each time
-
-    def groups(env_workers):
-        args = make_args(server, tmp_path, env_workers=env_workers, **options)
-        runner = make_runner(env, server.url, tokenizer, args)
-        given = {"model": model_name(server), "sampling_args": args.sampling_args()}
-
-        async def run():
-            try:
-                await runner.open()
-                return [
-                    await runner.run_group(make_request(i, policy_version=3, **given))
-                    for i in range(min(6, runner.sizes("train")[0]))
-                ]
-            finally:
-                await runner.close()
-
-        return [group[0] for group in asyncio.run(run())]
-
-    for here, there in zip(groups(0), groups(1), strict=True):
-        assert there.error is None and here.error is None
-        assert there.num_turns == here.num_turns > 1
-        assert there.reward == here.reward and there.completion == here.completion
-        assert len(there.samples) == len(here.samples)
-        for sample, same in zip(there.samples, here.samples, strict=True):
-            assert np.array_equal(sample.token_ids, same.token_ids)
-            assert np.array_equal(sample.loss_mask, same.loss_mask)
-            assert np.array_equal(sample.policy_versions, same.policy_versions)
-            assert sample.inference_logprobs == pytest.approx(same.inference_logprobs, abs=1e-4)
-
-    args = make_args(server, tmp_path, env_workers=2, max_tokens=4, max_steps=3)
-    trainer = RLTrainer(str(model_folder), env, args)
-    trainer.train()
-    rows = [row for row in trainer.state.log_history if "loss" in row]
-    assert len(rows) == 3 and all(row["error_share"] == 0 for row in rows)
-    assert [row["staleness_max"] for row in rows] == [0, 1, 1]
+    assert any(len(versions) > 1 for versions in seen)
 
 
 @pytest.mark.parametrize("name", V1_ENVIRONMENTS)
 def test_a_step_on_an_environment_of_v1_trains_exactly_what_was_sampled(
-    server, model_folder, tmp_path, monkeypatch, v1_path, name
+    server, model_folder, tmp_path, replies, v1_path, name
 ):
-    replies = []
-    post = ServerClient.post
-
-    async def recorded(self, path, **kwargs):
-        reply = await post(self, path, **kwargs)
-        replies.append((kwargs["body"], json.loads(reply.content)))
-        return reply
-
-    monkeypatch.setattr(ServerClient, "post", recorded)
     env = load_v1_environment(V1_ENVIRONMENTS[name])
     args = make_args(server, tmp_path, max_off_policy_steps=0, max_steps=1)
     trainer = RLTrainer(str(model_folder), env, args, advantage_fn=all_different)
     trainer.train()
     (row,) = [row for row in trainer.state.log_history if "loss" in row]
     assert row["error_share"] == 0 and row["staleness_max"] == 0
-    assert row["importance_ratio"] == pytest.approx(1.0, abs=1e-3)
-    assert row["mismatch_kl"] < 1e-4
+    is_tight = name == "tools"  # the model is sure of its calls
+    assert row["importance_ratio"] == pytest.approx(1.0, abs=1e-4 if is_tight else 1e-3)
+    assert row["mismatch_kl"] < (1e-6 if is_tight else 1e-4)
 
-    trained = Counter(
-        (tuple(sample.token_ids[: at + 1].tolist()), sample.inference_logprobs[at].item())
-        for sample in trainer.batch.samples
-        for at in range(len(sample.token_ids))
-        if sample.loss_mask[at]
-    )
     if name == "three agents":  # the judge is not trained
         of_others = [item for item in replies if item[0]["max_tokens"] != 7]
         assert len(of_others) == 2 * len(replies) / 3 == len(trainer.batch.rollouts) == 16
         replies = of_others
-    sampled = Counter()
-    for body, reply in replies:
-        prompt, tokens, logprobs = sampled_of(body, reply)
-        sampled.update(
-            ((*prompt, *tokens[: at + 1]), logprob) for at, logprob in enumerate(logprobs)
-        )
-    assert trained == sampled
+    check_tokens(trainer.batch.samples, replies)
     if name == "three agents":
         assert row["env/critic/reward"] < 0 < row["env/writer/reward"]
     turns = {"one turn": 1, "a user": 3, "tools": 1, "three agents": 1}[name]
@@ -529,12 +393,9 @@ def test_the_first_example_of_the_readme_runs_as_it_stands(server, model_folder,
         f"verifiers_rl.RLConfig.__init__ = lambda self, **own: init(self, **own | {small!r})\n"
         "runpy.run_path('train.py', run_name='__main__')\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", run], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_python("-c", run, folder=tmp_path)
     (metrics,) = tmp_path.glob("outputs/*/metrics.jsonl")
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    rows = rows_of(metrics.parent)
     steps = [row for row in rows if "loss" in row]
     assert [row["error_share"] for row in steps] == [0, 0]
 
@@ -554,15 +415,13 @@ def test_gepa_optimises_a_prompt_against_the_server(server, v1_path, tmp_path):
 
     async def run():
         async with serving(teach) as teacher:
-            command = [str(Path(sys.executable).parent / "vf-gepa"), "small_tasks"]
-            command += ["--env.taskset.num-tasks", "3", "--env.agent.harness.id", "verifiers_rl"]
-            command += ["--env.agent.runtime.type", "subprocess", "--model", model_name(server)]
-            command += ["--client.base-url", f"{server.url}/v1"]
-            command += ["--client.api-key-var", "VERIFIERS_RL_TOKEN"]
-            command += ["--reflection-client.base-url", f"{teacher}/v1"]
-            command += ["--reflection-client.api-key-var", "NO_KEY", "--run.dir", "gepa"]
-            command += ["--initial-prompt", "Be brief.", "--sampling.max-tokens", "20"]
-            command += ["--num-train", "1", "--num-val", "2", "--max-total-rollouts", "4"]
+            words = f"""small_tasks --env.taskset.num-tasks 3 --env.agent.harness.id verifiers_rl
+                --env.agent.runtime.type subprocess --model {model_name(server)}
+                --client.base-url {server.url}/v1 --client.api-key-var VERIFIERS_RL_TOKEN
+                --reflection-client.base-url {teacher}/v1 --reflection-client.api-key-var NO_KEY
+                --initial-prompt Brief. --sampling.max-tokens 20 --run.dir gepa
+                --num-train 1 --num-val 2 --max-total-rollouts 4"""
+            command = [str(Path(sys.executable).parent / "vf-gepa"), *words.split()]
             process = await asyncio.create_subprocess_exec(
                 *command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
             )
@@ -575,21 +434,7 @@ def test_gepa_optimises_a_prompt_against_the_server(server, v1_path, tmp_path):
     episodes = [json.loads(line) for line in (folder / "traces.jsonl").read_text().splitlines()]
     traces = [trace for episode in episodes for trace in episode["traces"]]
     assert len(traces) >= 4 and not any(trace["errors"] for trace in traces), output
-    assert {"Be brief.", "Say much."} == {t["task"]["data"]["system_prompt"] for t in traces}
+    assert {"Brief.", "Say much."} == {t["task"]["data"]["system_prompt"] for t in traces}
     assert any(t["rewards"]["length"]["score"] > 0 for t in traces)
     assert "question 0" in asked[0]
-    best = (folder / "best_system_prompt.txt").read_text()
-    assert best in ("Be brief.", "Say much.")
-
-
-def test_a_long_system_prompt_of_the_template_takes_no_room(server, tokenizer):
-    """vLLM renders the messages beside the tokens; what a template adds to them does not count."""
-    body = {"model": model_name(server), "messages": [{"role": "user", "content": "x" * 500}]}
-    body |= {"max_tokens": 30, "tokens": pack_ids([5] * 360)}
-    status, reply = post(server, body)
-    assert status == 200, reply
-    assert reply["usage"]["prompt_tokens"] == 360
-    assert reply["usage"]["completion_tokens"] <= 30
-    # Nor does the room that the messages would have had: the context ends where it ends.
-    status, reply = post(server, body | {"tokens": pack_ids([5] * 390), "ignore_eos": True})
-    assert status == 200 and reply["usage"]["completion_tokens"] == 10
+    assert (folder / "best_system_prompt.txt").read_text() in ("Brief.", "Say much.")

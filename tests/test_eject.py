@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import verifiers_rl
-from tests.helpers import StubRunner, StubSink, load_example, make_tiny_model, stub_servers
-from verifiers_rl import RLConfig, RLTrainer
+from tests.helpers import StubSink
+from verifiers_rl import RLTrainer
 from verifiers_rl.cli import rl
 
 PACKAGE = Path(verifiers_rl.__file__).parent
@@ -47,23 +47,17 @@ def import_fork(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def train(tmp_path, monkeypatch):
+def train(make_whole):
     """Trains three steps on stub rollouts with a trainer and its orchestrator, but no server.
     Returns the logged steps.
     """
-    tokenizer = load_example("warm_start").make_tokenizer()
-    runner = StubRunner()
-    stub_servers(monkeypatch)
-    monkeypatch.setattr("verifiers_rl.wiring.make_runner", lambda *args: runner)
 
     def train(trainer_class):
-        args = RLConfig(
-            output_dir=str(tmp_path / "run"), overwrite_output_dir=True, use_cpu=True,
-            use_lora=False, batch_size=8, rollouts_per_example=4, micro_batch_size=8,
-            max_seq_len=32, max_steps=3, learning_rate=1e-2, logging_steps=1, seed=3,
-            save_strategy="no", disable_tqdm=True,
+        trainer = make_whole(
+            trainer_class, parts={"weight_sync": StubSink()}, use_lora=False, batch_size=8,
+            rollouts_per_example=4, micro_batch_size=8, max_seq_len=32, max_steps=3,
+            learning_rate=1e-2, seed=3,
         )  # fmt: skip
-        trainer = trainer_class(make_tiny_model(), "env", args, tokenizer, weight_sync=StubSink())
         trainer.train()
         (number,) = {int(state["step"]) for state in trainer.optimizer.state.values()}
         more = {"num_updates": number, "pushed": trainer.weight_sync.pushed}
@@ -72,33 +66,14 @@ def train(tmp_path, monkeypatch):
     return train
 
 
-def test_the_copies_train_as_the_originals_and_an_edit_in_either_shows(
-    tmp_path, run_eject, import_fork, train
-):
-    status, said = run_eject("--eject", str(tmp_path))
-    assert status == 0 and 'class = "my_trainer:RLTrainer"' in said
-    fork = import_fork()
-    assert fork.__module__ == "my_trainer" and not issubclass(fork, RLTrainer)
-    original, copied = train(RLTrainer), train(fork)
-    assert len(copied) == 3
-    for name in ("loss", "grad_norm", "reward", "mismatch_kl", "entropy"):
-        assert [row[name] for row in copied] == [row[name] for row in original]
-
-    edits = {
-        "my_trainer.py": ("**token_means}", '**token_means, "my_wait": 6.0}'),
-        "my_orchestrator.py": ("in rollouts for sample in", "in rollouts[:4] for sample in"),
-    }
-    for name, (old, new) in edits.items():
-        text = (tmp_path / name).read_text()
-        assert text.count(old) == 1, name
-        (tmp_path / name).write_text(text.replace(old, new))
-    edited = train(import_fork())
-    assert [row["my_wait"] for row in edited] == [6.0] * 3
-    assert [row["num_samples"] for row in edited] == [4.0] * 3
-    assert [row["num_samples"] for row in copied] == [8.0] * 3
+def change(path, old, new):
+    text = path.read_text()
+    assert text.count(old) == 1, old
+    path.write_text(text.replace(old, new))
 
 
 FORKS = {
+    "half of the rollouts": ("in rollouts for sample in", "in rollouts[:4] for sample in"),
     "a term per token": (
         "        means.add(inputs, outputs.metrics, microbatch)\n",
         """\
@@ -119,8 +94,7 @@ FORKS = {
         """\
         first = np.arange(len(batch.sizes.lengths)) % 2 == 0
         loss = self.train_on(model, batch, means, first)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.update_now(model)
         loss += self.train_on(model, batch, means, ~first)
 """,
     ),
@@ -136,7 +110,7 @@ FORKS = {
                 parameter.grad += kept
 """,
     ),
-    "weights sent after every second step": (
+    "weights sent every second step": (
         "        version = self.state.global_step\n        if self.weight_sync.policy_version",
         """\
         version = self.state.global_step // 2 * 2
@@ -145,27 +119,28 @@ FORKS = {
 }
 
 
-@pytest.mark.parametrize("change", FORKS)
-def test_a_change_of_the_step_is_one_edit_of_the_copied_trainer(
-    tmp_path, run_eject, import_fork, train, change
+@pytest.mark.parametrize("name", FORKS)
+def test_a_change_of_the_step_is_one_edit_of_one_copy(
+    tmp_path, run_eject, import_fork, train, name
 ):
-    assert run_eject("--eject", str(tmp_path))[0] == 0
-    plain = train(import_fork())
-    old, new = FORKS[change]
-    path = tmp_path / "my_trainer.py"
-    text = path.read_text()
-    assert text.count(old) == 1
-    path.write_text(text.replace(old, new))
-    forked = train(import_fork())
-    assert len(forked) == len(plain) == 3
-    assert [row["num_tokens"] for row in forked] == [row["num_tokens"] for row in plain]
-    num_updates = {"two updates a batch": 6, "an update every second batch": 1}.get(change, 3)
-    assert forked[0]["num_updates"] == num_updates and plain[0]["num_updates"] == 3
-    assert plain[0]["pushed"] == [0, 1, 3]
-    assert forked[0]["pushed"] == ([0, 2] if "weights" in change else [0, 1, 3])
-    if change in ("a term per token", "two losses", "two updates a batch"):
-        assert forked[0]["loss"] != plain[0]["loss"]
-    assert ("mine" in forked[0]) == (change == "a term per token")
+    status, said = run_eject("--eject", str(tmp_path))
+    assert status == 0 and 'class = "my_trainer:RLTrainer"' in said
+    plain = train(RLTrainer)
+    of_orchestrator = "rollouts" in name
+    change(tmp_path / f"my_{'orchestrator' if of_orchestrator else 'trainer'}.py", *FORKS[name])
+    fork = import_fork()
+    assert fork.__module__ == "my_trainer" and not issubclass(fork, RLTrainer)
+    forked = train(fork)
+    for row, of_plain in zip(forked, plain, strict=True):
+        assert of_plain["num_samples"] == 8
+        assert row["num_samples"] == (4 if of_orchestrator else 8)
+        assert of_orchestrator or row["num_tokens"] == of_plain["num_tokens"]
+    num_updates = {"two updates a batch": 6, "an update every second batch": 1}.get(name, 3)
+    pushed = [0, 2] if "weights" in name else [0, 1, 3]
+    assert (forked[0]["num_updates"], forked[0]["pushed"]) == (num_updates, pushed)
+    assert (plain[0]["num_updates"], plain[0]["pushed"]) == (3, [0, 1, 3])
+    assert (forked[0]["loss"] == plain[0]["loss"]) == ("every second" in name)
+    assert ("mine" in forked[0]) == (name == "a term per token")
 
 
 def test_the_copies_are_the_originals_but_for_one_import(tmp_path, run_eject, monkeypatch):

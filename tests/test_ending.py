@@ -8,99 +8,61 @@ import time
 
 import pytest
 
-from tests.conftest import free_port, processes_of
+from tests.conftest import free_port, processes_of, wait_until
 from tests.helpers import ROOT
 from verifiers_rl.cli import train
-from verifiers_rl.cli.ending import interrupt_by_signals
 from verifiers_rl.process.interrupts import Interrupted
-
-
-@pytest.fixture
-def kept_handlers():
-    """Signal handlers as they were, afterwards."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_is_a_keyboard_interrupt(kept_handlers, number):
-    interrupt_by_signals()
-    with pytest.raises(KeyboardInterrupt) as interrupt:
-        os.kill(os.getpid(), number)
-        time.sleep(10)
-    assert interrupt.value.args == (number,)
-    assert signal.getsignal(number) == signal.SIG_DFL  # the next one ends the process
-
 
 # --- vf-train -------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def interrupted_train(tmp_path, monkeypatch, capsys, kept_handlers):
-    """Run vf-train with a trainer that is interrupted; returns status and what vf-train says."""
-    monkeypatch.chdir(ROOT)
-
-    def run(when="train", number=signal.SIGTERM, **environment):
-        def interrupt_us():
-            os.kill(os.getpid(), number)
-            time.sleep(10)
-
-        def load_envs(self):
-            if when == "load":
-                interrupt_us()
-            return []
-
-        class Trainer:
-            def __init__(self, model, env, args):
-                # As verifiers' classic environments do.
-                signal.signal(number, lambda *_: sys.exit("the environment's own handler"))
-
-            def train(self, resume_from_checkpoint):
-                if when == "before its handlers":
-                    interrupt_us()
-                raise Interrupted(number)
-
-        monkeypatch.setattr("verifiers_rl.trainer.RLTrainer", Trainer)
-        monkeypatch.setattr("verifiers_rl.cli.config.RunConfig.load_envs", load_envs)
-        monkeypatch.setattr("verifiers_rl.cli.config.model_error", lambda name: None)
-        toml = tmp_path / "config.toml"
-        toml.write_text(
-            'model = "m"\n[env]\nid = "e"\n[trainer]\ngpus = 0\n'
-            f'[trainer.args]\noutput_dir = "{tmp_path}/run"\n'
-        )
-        monkeypatch.setattr(sys, "argv", ["vf-train", "@", str(toml)])
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        with pytest.raises(SystemExit) as ended:
-            train.main()
-        error = capsys.readouterr().err
-        assert "Traceback" not in error
-        said = [line for line in error.splitlines() if line.startswith("vf-train: ")]
-        return ended.value.code, said
-
-    return run
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_vf_train_has_the_status_of_its_trainer(interrupted_train, number):
-    assert interrupted_train(number=number) == (128 + number, [])  # the trainer has said the rest
-    assert signal.getsignal(number) == signal.SIG_DFL  # a launcher may send another one
-
-
 @pytest.mark.parametrize(
-    ("when", "environment", "said"),
+    ("when", "number", "rank", "said"),
     [
-        ("load", {}, ["vf-train: interrupted before training"]),
-        ("before its handlers", {}, ["vf-train: interrupted before training"]),
-        ("load", {"RANK": "1"}, []),  # one line is enough
+        ("train", signal.SIGINT, "0", []),  # the trainer has said the rest
+        ("train", signal.SIGTERM, "0", []),
+        ("load", signal.SIGTERM, "0", ["vf-train: interrupted before training"]),
+        ("before its handlers", signal.SIGTERM, "0", ["vf-train: interrupted before training"]),
+        ("load", signal.SIGTERM, "1", []),  # one line is enough
     ],
 )
-def test_one_that_is_interrupted_before_training_says_so(
-    interrupted_train, when, environment, said
+def test_an_interrupted_vf_train_says_so_once_and_has_the_signals_status(
+    tmp_path, monkeypatch, capsys, kept_handlers, when, number, rank, said
 ):
-    assert interrupted_train(when=when, **environment) == (143, said)
+    def interrupt_at(place):
+        if when == place:
+            os.kill(os.getpid(), number)
+            time.sleep(10)
+        return []
+
+    class Trainer:
+        def __init__(self, model, env, args):
+            # As verifiers' classic environments do.
+            signal.signal(number, lambda *_: sys.exit("the environment's own handler"))
+
+        def train(self, resume_from_checkpoint):
+            interrupt_at("before its handlers")
+            raise Interrupted(number)
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("verifiers_rl.trainer.RLTrainer", Trainer)
+    monkeypatch.setattr("verifiers_rl.cli.config.model_error", lambda name: None)
+    monkeypatch.setattr(
+        "verifiers_rl.cli.config.RunConfig.load_envs", lambda self: interrupt_at("load")
+    )
+    toml = tmp_path / "config.toml"
+    toml.write_text(
+        'model = "m"\n[env]\nid = "e"\n[trainer]\ngpus = 0\n'
+        f'[trainer.args]\noutput_dir = "{tmp_path}/run"\n'
+    )
+    monkeypatch.setattr(sys, "argv", ["vf-train", "@", str(toml)])
+    monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit) as ended:
+        train.main()
+    error = capsys.readouterr().err
+    assert ended.value.code == 128 + number and "Traceback" not in error
+    assert [line for line in error.splitlines() if line.startswith("vf-train: ")] == said
+    assert signal.getsignal(number) == signal.SIG_DFL  # a launcher may send another one
 
 
 # --- vf-rl ----------------------------------------------------------------------------------------
@@ -116,8 +78,9 @@ port, logs, *codes = sys.argv[1:]
 server, trainer = (["-c", code] for code in codes)
 plan.ServerPlan.command = lambda *_: server
 supervise.answers = lambda address: True
-args = {"vllm_server_port": int(port)}
-config = make_config({"inference": {"gpus": 0}, "trainer": {"gpus": 0, "args": args}})
+config = make_config(
+    "inference.gpus = 0", "trainer.gpus = 0", f"trainer.args.vllm_server_port = {port}"
+)
 plans = plan.plan_servers(config)
 here = supervise.ThisMachine(config, plans, Path(logs), lambda: trainer)
 sys.exit(supervise.supervise(config, plans, here))
@@ -174,16 +137,16 @@ def read_until(process, text):
 
 
 def test_what_servers_print_is_in_logs_and_the_last_lines_are_the_trainers(tmp_path):
-    up = f"open({str(tmp_path / 'up')!r}, 'w')"
-    server = NOISY_SERVER.replace('"the server is up")', f'"the server is up", flush=True); {up}')
-    wait = f"""
+    up = repr(str(tmp_path / "up"))
+    server = NOISY_SERVER.replace('is up")', f'is up", flush=True); open({up}, "w")')
+    trainer = f"""
 import os, time
-while not os.path.exists({str(tmp_path / "up")!r}):
+while not os.path.exists({up}):
     time.sleep(0.02)
 print("reward: 0.1 -> 0.9")
 print("serve it: vllm serve")
 """
-    process = supervised(tmp_path / "logs", server, wait)
+    process = supervised(tmp_path / "logs", server, trainer)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     log = (tmp_path / "logs" / "inference.log").read_text()
@@ -192,20 +155,14 @@ print("serve it: vllm serve")
     assert f"the servers' output is in {tmp_path / 'logs'}" in output
 
 
-def test_ctrl_c_lets_the_trainer_save(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_the_trainer_save(tmp_path, number):
     process = supervised(tmp_path, NOISY_SERVER, SAVING_TRAINER)
     read_until(process, "training")
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     output, error = process.communicate(timeout=60)
-    assert process.returncode == 130 and "Traceback" not in error
+    assert process.returncode == 128 + number and "Traceback" not in error
     assert output.splitlines()[-1] == "step 5 is saved"
-
-
-@pytest.mark.parametrize(("end", "status"), [("sys.exit(143)", 143), ("os.kill(0, 9)", 137)])
-def test_the_status_of_vf_rl_is_that_of_a_trainer_that_a_signal_ended(tmp_path, end, status):
-    process = supervised(tmp_path, NOISY_SERVER, f"import os, sys; {end}")
-    process.communicate(timeout=60)
-    assert process.returncode == status
 
 
 def test_a_second_ctrl_c_ends_a_trainer_that_does_not(tmp_path):
@@ -231,7 +188,7 @@ from verifiers_rl.cli import plan
 from verifiers_rl.cli.children import LocalChild
 
 rank, folder = sys.argv[1:]
-command = plan.trainer_command(make_config({"trainer": {"gpus": 2}}), [])
+command = plan.trainer_command(make_config("trainer.gpus = 2"), [])
 launcher = command[: command.index("verifiers_rl.cli.train") - 1]
 child = LocalChild("trainer", [*launcher, rank, folder], {"CUDA_VISIBLE_DEVICES": "2,3"})
 Path(folder, "launcher").write_text(str(child.pid))
@@ -261,31 +218,17 @@ train.main()
 """
 
 
-def wait_until(condition, seconds, what):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what()
-        time.sleep(0.1)
-
-
 @pytest.fixture
 def launched(tmp_path):
     """A vf-rl with two ranks."""
     (tmp_path / "rank.py").write_text(RANK)
     processes = []
 
-    def launch(saving_s=0.0):
-        process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCH, str(tmp_path / "rank.py"), str(tmp_path)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            env={
-                **os.environ,
-                "VF_RL_TEST": str(tmp_path),
-                "SAVING_S": str(saving_s),
-                "PYTHONPATH": str(ROOT),
-            },
-        )
+    def launch(saving_s):
+        command = [sys.executable, "-c", LAUNCH, str(tmp_path / "rank.py"), str(tmp_path)]
+        variables = {"VF_RL_TEST": str(tmp_path), "SAVING_S": str(saving_s)}
+        environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, env=environment)
         processes.append(process)
         ranks = [tmp_path / "rank-0", tmp_path / "rank-1"]
         wait_until(lambda: all(r.exists() for r in ranks), 60, lambda: processes_of(tmp_path))
@@ -300,24 +243,17 @@ def launched(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs pidfds")
-@pytest.mark.parametrize("saving_s", [0.0, 300.0])
-def test_ranks_end_with_a_killed_vf_rl(launched, tmp_path, saving_s):
-    process = launched(saving_s)
-    process.kill()
-    process.wait()
-    process.stdout.close()  # what they print goes nowhere from here on
-    wait_until(lambda: not processes_of(tmp_path), 20, lambda: processes_of(tmp_path))
-    assert {p.name for p in tmp_path.glob("ended-*")} == {"ended-0", "ended-1"}
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs pidfds")
-def test_ranks_end_with_a_killed_launcher(launched, tmp_path):
-    process = launched()
-    os.kill(int((tmp_path / "launcher").read_text()), signal.SIGKILL)
-    wait_until(lambda: list(processes_of(tmp_path)) == [process.pid], 20,
-               lambda: processes_of(tmp_path))  # fmt: skip
-
-
-def test_ranks_have_the_gpus_that_vf_rl_gives_them(launched, tmp_path):
-    launched()
+@pytest.mark.parametrize("killed", ["vf-rl", "launcher"])
+def test_ranks_have_their_gpus_and_end_with_a_killed_parent(launched, tmp_path, killed):
+    process = launched(300.0 if killed == "vf-rl" else 0.0)
     assert (tmp_path / "rank-1").read_text() == "1 2 2,3"
+    if killed == "vf-rl":
+        process.kill()
+        process.wait()
+        process.stdout.close()  # what they print goes nowhere from here on
+        left = []
+    else:
+        os.kill(int((tmp_path / "launcher").read_text()), signal.SIGKILL)
+        left = [process.pid]
+    wait_until(lambda: [*processes_of(tmp_path)] == left, 20, lambda: processes_of(tmp_path))
+    assert {p.name for p in tmp_path.glob("ended-*")} == {"ended-0", "ended-1"}

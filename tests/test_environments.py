@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.helpers import StubRunner, make_request, make_samples, only_runner
-from verifiers_rl import RLConfig, WeightedEnv
+from verifiers_rl import RLConfig, WeightedEnv, env_from
 from verifiers_rl.cli.config import EnvTable
 from verifiers_rl.envs.base import InvalidEnvironmentError, versions_of_tokens
 from verifiers_rl.envs.make import Environments, Part, make_runner
@@ -29,27 +29,27 @@ def test_spans_give_each_token_its_version(spans, num_tokens, versions):
     assert versions_of_tokens(spans, num_tokens).tolist() == versions
 
 
-def test_a_group_that_failed_is_not_uniform():
-    def rollout(reward, error=None):
-        made = Rollout(0, "p", env="a", num_turns=1, samples=make_samples(1), error=error)
-        made.reward = reward
-        return made
+def scored(env, reward, score=None):
+    """A rollout of two turns; without a reward, one that failed."""
+    metrics = {} if score is None else {"score": score}
+    rollout = Rollout(0, "p", env=env, num_turns=2, samples=make_samples(1), metrics=metrics)
+    rollout.reward, rollout.error = (math.nan, ValueError()) if reward is None else (reward, None)
+    return rollout
 
-    failed = [rollout(math.nan, ValueError()), rollout(math.nan, ValueError())]
-    mixed, alike = [rollout(0.0), rollout(1.0)], [rollout(1.0), rollout(1.0)]
+
+def test_a_group_that_failed_is_not_uniform():
+    failed, mixed, alike = (
+        [scored("a", reward) for reward in rewards]
+        for rewards in ((None, None), (0.0, 1.0), (1.0, 1.0))
+    )
     assert batch_metrics([failed, mixed])["uniform_group_share"] == 0
     assert batch_metrics([failed, mixed, alike])["uniform_group_share"] == 0.5
 
 
 def test_metrics_of_several_environments_are_kept_apart():
-    def rollout(env, reward, score=None, error=None):
-        made = Rollout(0, "p", env=env, num_turns=2, samples=make_samples(1), error=error)
-        made.reward, made.metrics = reward, {} if score is None else {"score": score}
-        return made
-
     groups = [
-        [rollout("a", 1.0, 0.5), rollout("a", 0.0, 0.7)],
-        [rollout("b", 4.0), rollout("b", math.nan, error=ValueError())],
+        [scored("a", 1.0, 0.5), scored("a", 0.0, 0.7)],
+        [scored("b", 4.0), scored("b", None)],
     ]
     metrics = batch_metrics(groups)
     assert (metrics["reward"], metrics["a/reward"], metrics["b/reward"]) == (5 / 3, 0.5, 4.0)
@@ -63,8 +63,7 @@ def test_metrics_of_several_environments_are_kept_apart():
     groups[0][0].samples = make_samples(2)
     assert batch_metrics(groups)["broken_turn_share"] == pytest.approx(1 / 3)
     alone = batch_metrics(groups[:1])
-    assert "env/score" not in alone and alone["a/score"] == pytest.approx(0.6)
-    assert "a/reward" not in alone
+    assert alone["a/score"] == pytest.approx(0.6) and "a/reward" not in alone
 
 
 def test_a_runner_of_ones_own_is_run_as_it_is(tmp_path):
@@ -90,19 +89,14 @@ def test_a_runner_of_ones_own_is_run_as_it_is(tmp_path):
 
 
 def test_an_environment_may_be_for_training_or_for_evaluations_only():
-    asked = []
-
     class Named(StubRunner):
-        def __init__(self, name):
-            super().__init__(num_examples=10)
-            self.name = name
-
         async def run_group(self, request):
-            asked.append((self.name, request.split, request.index, request.sampling_args))
-            return [Rollout(0, "")]
+            asked = request.split, request.index, request.sampling_args["top_p"]
+            return [Rollout(0, f"{self.name}: {asked}")]
 
     def part(name, sampling=None, **options):
-        runner = Named(name)
+        runner = Named()
+        runner.name = f"{name} for {options.get('only', 'both')}"
         return Part(WeightedEnv(runner, name, **options), runner, sampling or {})
 
     mixed = Environments(
@@ -116,25 +110,34 @@ def test_an_environment_may_be_for_training_or_for_evaluations_only():
     # Those that a stub has: 10 to train on, 4 to evaluate on.
     assert mixed.sizes("train") == [10, 10] and mixed.sizes("eval") == [3, 4, 4]
     assert mixed.weights == [2.0, 1.0]
+    found = []
     for split, index in (("train", 0), ("train", 12), ("eval", 2), ("eval", 3), ("eval", 10)):
         request = make_request(index, split=split, sampling_args={"top_p": 1.0})
         (rollout,) = asyncio.run(mixed.run_group(request))
-        assert (rollout.env, rollout.example_id) == (asked[-1][0], asked[-1][2])
-    of_run, own = {"top_p": 1.0}, {"top_p": 0.5}
-    assert asked == [
-        ("a", "train", 0, own), ("b", "train", 2, of_run),
-        ("held out", "eval", 2, of_run), ("a", "eval", 0, of_run), ("b", "eval", 3, of_run),
-    ]  # fmt: skip
-    with pytest.raises(InvalidEnvironmentError, match="no environment is for training"):
-        Environments([part("a", only="eval")])
-    with pytest.raises(InvalidEnvironmentError, match="two environments are named 'a'"):
-        Environments([part("a"), part("a", only="eval"), part("b")])
-    for wrong, said in (
-        ({"only": "test"}, "only='test' must be 'train' or 'eval'"),
-        ({"eval_examples": 0}, "eval_examples=0 must be an integer >= 1"),
-    ):
-        with pytest.raises(InvalidEnvironmentError, match=said):
-            WeightedEnv(None, "e", **wrong)
+        found.append((rollout.env, rollout.example_id, rollout.prompt))
+    assert found == [
+        ("a", 0, "a for both: ('train', 0, 0.5)"),
+        ("b", 2, "b for train: ('train', 2, 1.0)"),
+        ("held out", 2, "held out for eval: ('eval', 2, 1.0)"),
+        ("a", 0, "a for both: ('eval', 0, 1.0)"),
+        ("b", 3, "b for eval: ('eval', 3, 1.0)"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ([("a", {"only": "eval"})], "no environment is for training"),
+        ([("a", {}), ("a", {"only": "eval"})], "two environments are named 'a'"),
+        ([("e", {"only": "test"})], "only='test' must be 'train' or 'eval'"),
+        ([("e", {"eval_examples": 0})], "eval_examples=0 must be an integer >= 1"),
+    ],
+)
+def test_environments_that_contradict_each_other_are_refused(parts, said):
+    with pytest.raises(InvalidEnvironmentError, match=said):
+        Environments(
+            [Part(WeightedEnv(None, name, **own), StubRunner(), {}) for name, own in parts]
+        )
 
 
 @pytest.mark.parametrize("env", [3, None, {"id": "e"}])
@@ -142,6 +145,12 @@ def test_what_is_no_environment_is_refused(tmp_path, env):
     args = RLConfig(output_dir=str(tmp_path))
     with pytest.raises(InvalidEnvironmentError, match=r"expected an Env or a Taskset .* got"):
         make_runner(env, "http://unused", None, args)
+
+
+def test_an_option_of_classic_environments_is_refused(tmp_path):
+    args = RLConfig(output_dir=str(tmp_path), client_type="renderer")
+    with pytest.raises(InvalidEnvironmentError, match="leave client_type out"):
+        make_runner(env_from(["a"], lambda completion: 1.0), "http://unused", None, args)
 
 
 def test_a_classic_environment_in_this_python_says_what_to_install(tmp_path, monkeypatch):

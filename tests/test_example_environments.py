@@ -26,26 +26,23 @@ NAMES = (
 FOLDERS = [str(ROOT / "examples" / name) for name in ("environments", *NAMES[4:])]
 
 
-@pytest.fixture(autouse=True)
-def on_the_path(monkeypatch):
-    put_on_path(monkeypatch)
-
-
-def put_on_path(patch):
-    for folder in FOLDERS:
-        patch.syspath_prepend(folder)
-    patch.setenv("PYTHONPATH", os.pathsep.join(FOLDERS))
+@pytest.fixture(scope="module", autouse=True)
+def on_the_path():
+    with pytest.MonkeyPatch.context() as patch:
+        for folder in FOLDERS:
+            patch.syspath_prepend(folder)
+        patch.setenv("PYTHONPATH", os.pathsep.join(FOLDERS))
+        yield
 
 
 class Judge:
     """A judge's endpoint that answers with `verdict`, and keeps what it was asked."""
 
-    def __init__(self):
-        self.verdict, self.questions = "yes", []
+    verdict = "yes"
 
     async def answer(self, request):
         body = await request.json()
-        self.questions.append(body["messages"][0]["content"])
+        self.question = body["messages"][0]["content"]
         message = {"role": "assistant", "content": self.verdict}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         reply = {"id": "1", "object": "chat.completion", "created": 0, "model": body["model"]}
@@ -54,47 +51,53 @@ class Judge:
 
 
 @pytest.fixture(scope="module")
-def play(tokenizer, tmp_path_factory):
-    """Plays a group of an environment; all of them are in one rollout worker."""
-    server, judge = Server(tokenizer, None), Judge()
+def judge():
+    return Judge()
+
+
+@pytest.fixture(scope="module")
+def play(tokenizer, judge, on_the_path, tmp_path_factory):
+    """Plays a group of an environment; all of them are in one rollout worker. Its rollouts are to
+    be trained as they were sampled, or, if it `fails`, have an error.
+    """
+    server, folder = Server(tokenizer, None), tmp_path_factory.mktemp("run")
     app = web.Application()
     app.router.add_post("/v1/chat/completions/tokens", server.answer)
     app.router.add_post("/v1/chat/completions", judge.answer)
     options = {"max_seq_len": 900, "max_tokens": 90, "use_cpu": True, "env_workers": 1}
-    args = RLConfig(output_dir=str(tmp_path_factory.mktemp("run")), **options)
-    with asyncio.Runner() as loop, pytest.MonkeyPatch.context() as patch:
-        put_on_path(patch)
+    args = RLConfig(output_dir=str(folder), **options)
+    row = {"problem": "What is 6 times 7?", "solution": "It is $\\boxed{42}$."}
+    (folder / "problems").mkdir()
+    (folder / "problems/train.jsonl").write_text(json.dumps(row))
+    with asyncio.Runner() as loop:
         site = web.AppRunner(app, shutdown_timeout=1)
         loop.run(site.setup())
         loop.run(web.TCPSite(site, "127.0.0.1", 0).start())
         url = f"http://127.0.0.1:{site.addresses[0][1]}"
-        problems = tmp_path_factory.mktemp("problems")
-        rows = [{"problem": "What is 6 times 7?", "solution": "It is $\\boxed{42}$."}]
-        (problems / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        python = {"command": [sys.executable, "-I", "-"], "timeout_s": 5}
         options = {
             "judged_answer": {"task": {"judge": {"base_url": f"{url}/v1"}}},
-            "math_python": {
-                "dataset": str(problems),
-                "python": {"command": [sys.executable, "-I", "-"], "timeout_s": 5},
-            },
+            "math_python": {"dataset": str(folder / "problems"), "python": python},
         }
-        tables = [{"taskset": {"id": name} | options.get(name, {})} for name in NAMES]
-        envs = [
-            WeightedEnv(load_v1_environment(table), name)
-            for name, table in zip(NAMES, tables, strict=True)
-        ]
-        runner = make_runner(envs, url, tokenizer, args)
+
+        def make(name):
+            taskset = {"id": name} | options.get(name, {})
+            return WeightedEnv(load_v1_environment({"taskset": taskset}), name)
+
+        runner = make_runner([*map(make, NAMES)], url, tokenizer, args)
         sizes = runner.sizes("train")
-        firsts = {name: sum(sizes[:i]) for i, name in enumerate(NAMES)}
         loop.run(runner.open())
 
-        def play(name, say, verdict="yes", num_rollouts=1):
+        def play(name, say, num_rollouts=1, fails=False):
             server.say, server.requests = say, []
-            judge.verdict, judge.questions = verdict, []
-            request = make_request(
-                firsts[name], num_rollouts, sampling_args=args.sampling_args(), places=Places(1)
-            )
-            return loop.run(runner.run_group(request)), server.requests, judge.questions
+            sampling = {"sampling_args": args.sampling_args(), "places": Places(1)}
+            request = make_request(sum(sizes[: NAMES.index(name)]), num_rollouts, **sampling)
+            group = loop.run(runner.run_group(request))
+            for rollout in group:
+                assert (rollout.error is not None) == fails, rollout.error
+            if not fails:
+                check_tokens(group, server.requests)
+            return group
 
         yield play
         loop.run(runner.close())
@@ -116,13 +119,11 @@ def test_the_game_answers_each_guess_and_rewards_few_of_them(play):
             high = guess - 1 if "lower" in reply else high
         return str((low + high) // 2)
 
-    (rollout,), requests, _ = play("number_guess", search)
-    assert rollout.error is None, rollout.error
+    (rollout,) = play("number_guess", search)
     assert 1 < rollout.num_turns <= 5 and rollout.reward == pytest.approx(1 / rollout.num_turns)
     assert len(rollout.samples) == 1  # all turns are one sequence
-    check_tokens([rollout], requests)
     assert rollout.completion.endswith(str(first.data.secret))
-    (rollout,), requests, _ = play("number_guess", lambda _: "what?")
+    (rollout,) = play("number_guess", lambda _: "what?")
     assert rollout.reward == 0 and rollout.num_turns == 5
     assert "Answer with a number." in rollout.completion
 
@@ -138,25 +139,19 @@ def test_the_tool_tells_prices_and_the_sum_is_rewarded(play):
             return {"name": "price", "arguments": f'{{"thing": "{things[told]}"}}'}
         return str(sum(prices[thing] for thing in things))
 
-    (rollout,), requests, _ = play("price_lookup", shop)
-    assert rollout.error is None, rollout.error
+    (rollout,) = play("price_lookup", shop)
     assert (rollout.reward, rollout.metrics["num_calls"], rollout.num_turns) == (1.0, 2.0, 3)
-    assert requests[0][0]["tools"][0]["function"]["name"] == "price"
-    check_tokens([rollout], requests)
-    (rollout,), _, _ = play("price_lookup", lambda _: "1000")
+    (rollout,) = play("price_lookup", lambda _: "1000")
     assert (rollout.reward, rollout.metrics["num_calls"]) == (0.0, 0.0)
 
 
 @pytest.mark.slow
-def test_the_judges_verdict_is_the_reward_and_no_verdict_is_an_error(play):
-    for verdict, reward in (("yes", 1.0), ("No.", 0.0)):
-        (rollout,), requests, questions = play("judged_answer", lambda _: "It is Paris", verdict)
-        assert rollout.error is None, rollout.error
-        assert rollout.reward == reward
-        (question,) = questions
-        assert "capital of France" in question and "Reply: It is Paris" in question
-        check_tokens([rollout], requests)
-    (rollout,), _, _ = play("judged_answer", lambda _: "It is Paris", "perhaps")
+def test_the_judges_verdict_is_the_reward_and_no_verdict_is_an_error(play, judge):
+    for verdict, reward in (("yes", 1.0), ("No.", 0.0), ("perhaps", None)):
+        judge.verdict = verdict
+        (rollout,) = play("judged_answer", lambda _: "It is Paris", fails=reward is None)
+        assert "capital of France" in judge.question and "Reply: It is Paris" in judge.question
+        assert reward is None or rollout.reward == reward
     assert "the judge answered 'perhaps'" in str(rollout.error) and not rollout.samples
 
 
@@ -167,77 +162,56 @@ def test_both_agents_are_trained_and_share_one_reward(play):
     def say(prompt):
         if "Describe this animal" in prompt:
             return "no. " + str(next(i for i, a in enumerate(animals) if f": {a}<" in prompt))
-        at = prompt.split("no. ")[1].split()[0]
-        return animals[int(at)]
+        return animals[int(prompt.split("no. ")[1].split()[0])]
 
-    rollouts, requests, _ = play("code_words", say, num_rollouts=2)
-    assert [rollout.error for rollout in rollouts] == [None] * 4
+    rollouts = play("code_words", say, num_rollouts=2)
     assert sorted(rollout.role for rollout in rollouts) == ["receiver"] * 2 + ["sender"] * 2
     assert {rollout.reward for rollout in rollouts} == {1.0}
-    check_tokens(rollouts, requests)
 
     def name_it(prompt):
         return next(a for a in animals if f": {a}<" in prompt or f"this? {a} " in prompt)
 
-    rollouts, _, _ = play("code_words", name_it)
+    rollouts = play("code_words", name_it)
     assert {rollout.reward for rollout in rollouts} == {0.0}  # the sender said the name
 
 
 @pytest.mark.slow
 def test_letters_that_stay_sorted_win_and_each_turn_counts(play):
-    def letters_of(prompt):
-        turns = [part.partition("<")[0] for part in prompt.split("<|user|>")[1:]]
-        return "".join([turns[0].split("\n")[-1], *turns[1:]])
-
     def right(prompt):
-        return "".join(sorted(letters_of(prompt)))
+        turns = [part.partition("<")[0] for part in prompt.split("<|user|>")[1:]]
+        return "".join(sorted("".join([turns[0].split("\n")[-1], *turns[1:]])))
 
-    (rollout,), requests, _ = play("alphabet_sort", right)
-    assert rollout.error is None, rollout.error
+    (rollout,) = play("alphabet_sort", right)
     assert (rollout.reward, rollout.metrics["exact"], rollout.num_turns) == (1.0, 1.0, 3)
     assert len(rollout.samples) == 1  # all turns are one sequence
-    check_tokens([rollout], requests)
-
-    def right_once(prompt):
-        return right(prompt) if prompt.count("<|user|>") == 1 else "?"
-
-    (rollout,), _, _ = play("alphabet_sort", right_once)
+    (rollout,) = play("alphabet_sort", lambda p: right(p) if p.count("<|user|>") == 1 else "?")
     assert rollout.reward == pytest.approx(1 / 3) and rollout.metrics["exact"] == 0.0
 
 
 @pytest.mark.slow
 def test_halving_the_range_finds_the_letter_and_guesses_outside_are_illegal(play):
-    def range_of(prompt):
-        text = prompt.split("<|user|>")[-1].partition("<")[0].split("\n")[-1]
-        letters = "abcdefghijklmnopqrstuvwxyz"
-        return letters[letters.index(text[0]) : letters.index(text[2]) + 1]
-
     def middle(prompt):
-        letters = range_of(prompt)
-        return letters[len(letters) // 2]
+        text = prompt.split("<|user|>")[-1].partition("<")[0].split("\n")[-1]
+        return chr((ord(text[0]) + ord(text[2]) + 1) // 2)
 
-    (rollout,), requests, _ = play("letter_hunt", middle)
-    assert rollout.error is None, rollout.error
+    (rollout,) = play("letter_hunt", middle)
     assert (rollout.reward, rollout.metrics["legal"]) == (1.0, 1.0) and rollout.num_turns <= 5
-    check_tokens([rollout], requests)
-    (rollout,), _, _ = play("letter_hunt", lambda _: "?")
+    (rollout,) = play("letter_hunt", lambda _: "?")
     assert (rollout.reward, rollout.metrics["legal"], rollout.num_turns) == (0.0, 0.0, 5)
 
 
 @pytest.mark.slow
 def test_the_program_that_the_model_writes_runs_and_its_output_is_read(play):
-    def solve(prompt, program="print(6 * 7)"):
-        if "<|tool|>" not in prompt:
-            return {"name": "python", "arguments": json.dumps({"code": program})}
-        return f"It is \\boxed{{{prompt.split('<|tool|>')[1].split('<')[0].strip()}}}"
+    for program, reward in (("print(6 * 7)", 1.0), ("print(6 + 7)", 0.0)):
+        call = {"name": "python", "arguments": json.dumps({"code": program})}
 
-    (rollout,), requests, _ = play("math_python", solve)
-    assert rollout.error is None, rollout.error
-    assert (rollout.reward, rollout.metrics["num_programs"], rollout.num_turns) == (1.0, 1.0, 2)
-    assert requests[0][0]["tools"][0]["function"]["name"] == "python"
-    check_tokens([rollout], requests)
-    (rollout,), _, _ = play("math_python", lambda prompt: solve(prompt, "print(6 + 7)"))
-    assert rollout.reward == 0.0
+        def solve(prompt, call=call):
+            output = prompt.partition("<|tool|>")[2].split("<")[0].strip()
+            return f"It is \\boxed{{{output}}}" if output else call
+
+        (rollout,) = play("math_python", solve)
+        assert (rollout.reward, rollout.metrics["num_programs"]) == (reward, 1.0)
+        assert rollout.num_turns == 2
 
 
 @pytest.mark.parametrize(

@@ -80,14 +80,6 @@ def test_the_calculators_tools_compute_what_the_answers_are():
     assert names == {"add", "subtract", "multiply"}
 
 
-@pytest.mark.parametrize("name", TASKSETS)
-def test_the_readme_has_the_commands_that_make_it_run(name):
-    folder = ROOT / "examples" / name
-    text = (folder / "README.md").read_text()
-    assert f"examples/warm_start.py examples/{name}/{name}.py" in text
-    assert f"vf-rl @ examples/{name}/rl.toml" in text
-
-
 def test_the_demo_looks_at_its_port_before_it_makes_the_model():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -36,27 +36,6 @@ def checkpoint(request, tmp_path_factory):
     return request.param, folder
 
 
-def test_a_chat_of_each_family_has_thoughts_and_tools(checkpoint):
-    from transformers import AutoTokenizer
-
-    name, folder = checkpoint
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    call = {"function": {"name": "add", "arguments": {"a": 1}}}
-    chat = [
-        {"role": "user", "content": "1 + 1?"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "two"},
-        {"role": "assistant", "content": "2", "reasoning_content": "easy"},
-    ]
-    tools = [{"type": "function", "function": {"name": "add"}}]
-    text = tokenizer.apply_chat_template(chat, tools=tools, tokenize=False)
-    assert '<tool_call>{"name": "add"' in text and "Tools: " in text and "two<|end|>" in text
-    thinks = "enable_thinking" in FAMILIES[name].template
-    assert ("<think>easy</think>2" in text) == thinks
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert tokenizer.decode(ids) == text and tokenizer.eos_token_id == 257
-
-
 def test_logprobs_of_each_family_are_those_of_whole_logits(checkpoint):
     name, folder = checkpoint
     model = load(folder)
@@ -84,11 +63,11 @@ def test_each_family_is_trained_saved_and_loaded(checkpoint, tmp_path, use_lora)
     trainer = one_step(folder, tmp_path, use_lora)
     assert loads_as_saved(trainer, folder, tmp_path) < 2e-5
     if use_lora and name in ("mistral3", "gpt_oss_mxfp4"):  # which AutoPeftModel cannot load
-        resumed = load(tmp_path, use_lora=True)
-        trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
-        given = {name: p for name, p in resumed.named_parameters() if p.requires_grad}
-        assert given.keys() == trained.keys()
-        assert all(torch.equal(given[name], trained[name]) for name in given)
+        trained, given = (
+            {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+            for model in (trainer.model, load(tmp_path, use_lora=True))
+        )
+        torch.testing.assert_close(given, trained, rtol=0, atol=0)
 
 
 def test_a_checkpoint_in_fp8_is_trained_as_plain_weights(tmp_path):
@@ -104,7 +83,9 @@ def test_a_checkpoint_in_fp8_is_trained_as_plain_weights(tmp_path):
     save_file(tensors, path, {"format": "pt"})
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = {
-        **{"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"},
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
         "weight_block_size": [128, 128],
     }
     (tmp_path / "config.json").write_text(json.dumps(config))

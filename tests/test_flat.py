@@ -1,12 +1,12 @@
 """The flat layout means what ours means."""
 
-import re
 import sys
+import tomllib
 from dataclasses import fields
 
 import pytest
 
-from tests.helpers import ROOT
+from tests.helpers import write_environment
 from verifiers_rl import RLConfig
 from verifiers_rl.cli import flat
 from verifiers_rl.cli.config import load_run_config, overrides_of
@@ -173,16 +173,6 @@ def test_both_layouts_mean_the_same(read):
     assert {env.own_name for env in flat_one.envs} == {"alphabet-sort", "number_guess"}
 
 
-def test_the_two_files_of_the_page_mean_the_same(read, tmp_path):
-    page = (ROOT / "docs" / "configuration.md").read_text()
-    first, second = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)[1:3]
-    assert "[sampling]" in first and "[trainer.args]" in second
-    (tmp_path / "secrets.env").write_text("")
-    flat_one, ours = read(first), read(second)
-    assert flat_one.envs == ours.envs and flat_one.env_files == ours.env_files
-    assert flat_one.trainer.args == ours.trainer.args
-
-
 def test_every_flat_key_sets_an_option_that_exists():
     known = {option.name for option in fields(RLConfig)}
     assert {name.split(".")[0] for name in flat.MOVED.values()} <= known
@@ -194,31 +184,26 @@ NO_PENALTY = {"kl_beta": 0.0, "kl_target": None}
 
 
 @pytest.mark.parametrize(
-    ("text", "options"),
+    ("text", "ours"),
     [
-        ("[lora]\nenabled = false\n", {"use_lora": False}),
-        ("[lora]\nrank = 4\nalpha = 8\n", {"lora_rank": 4, "lora_alpha": 8}),
-        ("[difficulty_filter]\n", {"group_filter": {"min_reward_variance": 1e-6}}),
-        ("[difficulty_filter]\nenabled = true\n", {"group_filter": {"min_reward_variance": 1e-6}}),
-        ("[difficulty_filter]\nmin_reward = 0.2\n", {"group_filter": {"min_reward": 0.2}}),
-        ("[difficulty_filter]\nenabled = false\nmin_reward = 0.2\n", NO_FILTER),
-        ("[kl_penalty]\nbeta = 0.1\n", {"kl_beta": 0.1}),
-        ("[kl_penalty]\nenabled = false\nbeta = 0.1\n", NO_PENALTY),
-        ("[wandb]\nproject = 'p'\n", {"report_to": ["wandb"], "project": "p"}),
-        ("[wandb]\n", {"report_to": ["wandb"]}),
+        ("[lora]\nenabled = false", "use_lora = false"),
+        ("[lora]\nrank = 4\nalpha = 8", "lora_rank = 4\nlora_alpha = 8"),
+        ("[difficulty_filter]", "group_filter.min_reward_variance = 1e-6"),
+        ("[difficulty_filter]\nmin_reward = 0.2", "group_filter.min_reward = 0.2"),
+        ("[difficulty_filter]\nenabled = false\nmin_reward = 0.2", NO_FILTER),
+        ("[kl_penalty]\nbeta = 0.1", "kl_beta = 0.1"),
+        ("[kl_penalty]\nenabled = false\nbeta = 0.1", NO_PENALTY),
+        ("[wandb]", "report_to = ['wandb']"),
+        ("[eval]", "eval_strategy = 'steps'\neval_steps = 100\neval_on_start = true"),
         (
-            "[eval]\n",
-            {"eval_strategy": "steps", "eval_steps": 100, "eval_on_start": True},
-        ),
-        (
-            "[eval]\ninterval = 5\nnum_examples = 9\n",
-            {"eval_strategy": "steps", "eval_steps": 5, "eval_examples": 9, "eval_on_start": True},
+            "[eval]\ninterval = 5\nnum_examples = 9",
+            "eval_strategy = 'steps'\neval_steps = 5\neval_examples = 9\neval_on_start = true",
         ),
     ],
 )
-def test_what_a_table_leaves_out(read, text, options):
-    config = read('model = "m"\n' + text + '[[env]]\nid = "e"\n')
-    assert config.trainer.args == options
+def test_what_a_table_leaves_out(read, text, ours):
+    config = read(f'model = "m"\n{text}\n[[env]]\nid = "e"\n')
+    assert config.trainer.args == (tomllib.loads(ours) if isinstance(ours, str) else ours)
     assert [env.only for env in config.envs] == [None]
     config.make_args(use_cpu=True)
 
@@ -240,25 +225,22 @@ def test_layers_of_both_layouts_compose_and_the_later_one_wins(read):
     assert (config.inference.gpus, config.trainer.args["batch_size"]) == (0, 64)
     assert config.trainer.args["temperature"] == 0.9
     assert read(second, FLAT).trainer.args["batch_size"] == 256
-    # A later flat file switches off what an earlier one has set.
-    off = "[difficulty_filter]\nenabled = false\n[kl_penalty]\nenabled = false\n"
-    all_on = "--trainer.args.group_filter.max_oversampling 3.0"
-    for below in (FLAT, OURS):
-        args = read(below, off, words=all_on).make_args(use_cpu=True)
-        assert args.make_filter().lets_all_pass
-        assert {name: getattr(args, name) for name in NO_PENALTY} == NO_PENALTY
     words = "--sampling.temperature 0.5 --max_steps 3 --trainer.args.batch_size 32 --env.1.weight 4"
-    config = read(FLAT, words=words + " --env.2.eval_examples 7")
+    # Of two keys for one option on the command line, the last.
+    words += " --env.2.eval_examples 7 --seq_len 1 --trainer.args.max_seq_len 5"
+    config = read(FLAT, words=words)
     args = config.trainer.args
     assert (args["temperature"], args["max_steps"], args["batch_size"]) == (0.5, 3, 32)
-    assert [env.weight for env in config.envs] == [2, 4, 1.0]
+    assert [env.weight for env in config.envs] == [2, 4, 1.0] and args["max_seq_len"] == 5
     assert config.envs[2].eval_examples == 7 and args["eval_examples"] == 50
-    # Of two keys for one option on the command line, the last.
-    for words, steps in (
-        ("--max_steps 3 --trainer.args.max_steps 4", 4),
-        ("--trainer.args.max_steps 4 --max_steps 3", 3),
-    ):
-        assert read(FLAT, words=words).trainer.args["max_steps"] == steps
+
+
+@pytest.mark.parametrize("below", [FLAT, OURS], ids=["flat", "ours"])
+def test_a_later_flat_file_switches_off_what_an_earlier_one_has_set(read, below):
+    off = "[difficulty_filter]\nenabled = false\n[kl_penalty]\nenabled = false\n"
+    meant = "--trainer.args.group_filter.max_oversampling 3.0"
+    args = read(below, off, words=meant).make_args(use_cpu=True)
+    assert args.make_filter().lets_all_pass and (args.kl_beta, args.kl_target) == (0.0, None)
 
 
 OURS_BELOW = """
@@ -278,35 +260,23 @@ report_to = ["tensorboard", "wandb"]
 @pytest.mark.parametrize(
     ("words", "changed"),
     [
-        ("--eval.num_examples 20", {"eval_examples": 20}),
-        ("--eval.interval 5", {"eval_steps": 5}),
-        ("--difficulty_filter.enabled true", {}),
-        ("--wandb.name x", {"run_name": "x", "report_to": ["wandb"]}),
+        ("--eval.num_examples 20", "eval_examples = 20"),
+        ("--eval.interval 5", "eval_steps = 5"),
+        ("--difficulty_filter.enabled true", ""),
+        ("--wandb.name x", "run_name = 'x'\nreport_to = ['wandb']"),
     ],
 )
 def test_a_default_of_a_table_never_wins_over_a_value(read, words, changed):
     below = read(OURS_BELOW).trainer.args
-    assert read(OURS_BELOW, words=words).trainer.args == {**below, **changed}
-
-
-def test_the_newest_key_of_a_table_says_when_it_counts(read):
-    flat_one, ours = 'model = "m"\n[[env]]\nid = "e"\n', "[trainer.args]\nreport_to = {}\n"
-    flat_one += "[wandb]\nproject = 'p'\n"
-    assert read(flat_one, ours.format('"none"')).trainer.args["report_to"] == "none"
-    args = read(flat_one, ours.format('"trackio"'), words="--wandb.name x").trainer.args
-    assert args["report_to"] == ["wandb"]
+    assert read(OURS_BELOW, words=words).trainer.args == {**below, **tomllib.loads(changed)}
 
 
 def test_an_evaluation_that_is_switched_off_has_no_defaults(read):
     text = 'model = "m"\n[[env]]\nid = "e"\n[eval]\nnum_examples = 5\n'
     config = read(text, words="--trainer.args.eval_strategy no")
     assert config.trainer.args == {"eval_strategy": "no", "eval_examples": 5}
-    config.make_args(use_cpu=True)
     config = read(text + "interval = 7\n", words="--trainer.args.eval_strategy no")
     assert config.make_args(use_cpu=True).eval_steps is None
-    filtered = text + "[difficulty_filter]\n"
-    config = read(filtered, words="--trainer.args.eval_strategy no")
-    assert config.trainer.args["group_filter"] == {"min_reward_variance": 1e-6}
 
 
 PRIME_RL = """
@@ -326,59 +296,25 @@ id = "reverse-text"
 """
 
 
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        (PRIME_RL, r"\[orchestrator\], \[model\]"),
-        ('[model]\nname = "m"\n[optim]\nlr = 1\n', r"\[model\], \[optim\]"),
-    ],
-)
-def test_a_file_for_prime_rl_itself_is_told_from_a_mix_of_layouts(read, text, named):
-    said = rf"0\.toml: {named}: this is a file for prime-rl itself, .* \"Two layouts\" in docs/"
-    with pytest.raises(TomlError, match=said):
-        read(text)
+def test_a_file_for_prime_rl_itself_is_told_from_a_mix_of_layouts(read):
+    named = r"0\.toml: \[orchestrator\], \[model\]: this is a file for prime-rl itself, "
+    with pytest.raises(TomlError, match=rf'{named}.* "Two layouts" in docs/'):
+        read(PRIME_RL)
 
 
 def test_an_error_about_an_environment_of_evaluations_counts_it_among_all(read):
-    text = 'model = "m"\n[[env]]\nid = "e"\n[eval]\nnum_examples = 5\n[[eval.env]]\nid = "f"\n'
+    text = 'model = "m"\n[[env]]\nid = "e"\n[[eval.env]]\nid = "f"\nweight = 0\n'
     with pytest.raises(TomlError, match=r"0\.toml: \[\[env\]\] 2: weight=0: must be"):
-        read(text + "weight = 0\n")
-    with pytest.raises(TomlError, match=r"0\.toml: \[\[env\]\] 2 has an unknown key 'wight'"):
-        read(text + "wight = 2\n")
-    with pytest.raises(
-        TomlError, match=r"1\.toml: \[eval\] env: write \[\[eval.env\]\]s beside the"
-    ):
-        read('model = "m"\n[env]\nid = "e"\n', '[[eval.env]]\nid = "f"\n')
-    config = read(text + "num_examples = 3\n")
-    assert [env.eval_examples for env in config.envs] == [None, 3]
-
-
-def test_the_rest_of_the_code_never_sees_a_flat_key(read):
-    config = read(FLAT)
-    assert set(config.layers.tree) == {"model", "env", "trainer"}
-    assert set(config.layers.tree["trainer"]) == {"args"}
-
-
-def test_two_layouts_in_one_file_name_what_clashes(read):
-    with pytest.raises(TomlError, match=r"max_steps, .*\[sampling\], .* with \[trainer\] of ours"):
-        read(FLAT + "[trainer.args]\nseed = 1\n")
-    with pytest.raises(TomlError, match=r"\[sampling\] of the flat one with \[inference\], \[tra"):
-        read('model = "m"\n[inference]\ngpus = 0\n[trainer]\ngpus = 0\n[sampling]\ntop_p = 1.0\n')
+        read(text)
+    text = 'model = "m"\n[env]\nid = "e"\n'
+    with pytest.raises(TomlError, match=r"1\.toml: \[eval\] env: write \[\[eval.env\]\]s beside"):
+        read(text, '[[eval.env]]\nid = "f"\n')
 
 
 def test_an_id_of_the_hub_is_the_module_that_its_package_installs(tmp_path, read, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("PYTHONPATH", "")
-    (tmp_path / "hub_game.py").write_text(
-        "import verifiers.v1 as vf\n\n__all__ = ['HubTaskset']\n\n\n"
-        "class HubConfig(vf.TasksetConfig):\n    num_tasks: int = 1\n\n\n"
-        "class HubTaskset(vf.Taskset[vf.Task, HubConfig]):\n    def load(self):\n"
-        "        for i in range(self.config.num_tasks):\n"
-        "            yield vf.Task(vf.TaskData(idx=i, prompt='?'), self.config.task)\n"
-    )
-    for table in (
-        'id = "someone/hub-game@1.2"\nargs = { num_tasks = 3 }\n',
-        'taskset = { id = "someone/hub-game", num_tasks = 3 }\n',
-    ):
+    write_environment(tmp_path, "hub_game", {"a": "b", "c": "d"})
+    for table in ('id = "someone/hub-game@1.2"\n', 'taskset = { id = "someone/hub-game" }\n'):
         (loaded,) = read(f'model = "m"\nmax_steps = 1\n[[env]]\n{table}').load_envs()
-        assert loaded.name == "hub-game" and len(list(loaded.env.taskset)) == 3
+        assert loaded.name == "hub-game" and len(list(loaded.env.taskset)) == 2

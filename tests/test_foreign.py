@@ -1,7 +1,6 @@
 """Environments in rollout workers of another Python than the trainer's."""
 
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -9,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT, load_example, make_request, only_runner, serving
-from tests.test_environments_v1 import Server, on_the_path  # noqa: F401
+from tests.helpers import ROOT, load_example, make_request, only_runner
+from tests.test_environments_v1 import Server, on_the_path, running  # noqa: F401
 from verifiers_rl import RLConfig, WeightedEnv
 from verifiers_rl.cli.config import TomlError, load_run_config
 from verifiers_rl.cli.resolved import resolved_text
@@ -29,24 +28,17 @@ def tokenizer():
     return load_example("warm_start").make_tokenizer(["<tool_call>"])
 
 
-def roll_out(env, tokenizer, tmp_path, **options):
+def roll_out(env, tokenizer, tmp_path):
     """Two groups of one environment, and its runner."""
-    options = {"max_seq_len": 200, "max_tokens": 40, "use_cpu": True, **options}
+    options = {"max_seq_len": 200, "max_tokens": 40, "use_cpu": True, "env_workers": 0}
     args = RLConfig(output_dir=str(tmp_path), **options)
     server = Server(tokenizer, lambda prompt: "yes")
-    server_runs = serving(server.answer, "/v1/chat/completions/tokens")
+    given = {"sampling_args": args.sampling_args()}
 
     async def main():
-        async with server_runs as url:
-            runner = make_runner(env, url, tokenizer, args)
-            try:
-                await runner.open()
-                given = {"sampling_args": args.sampling_args()}
-                return [
-                    await runner.run_group(make_request(index, 2, **given)) for index in (0, 2)
-                ], runner
-            finally:
-                await runner.close()
+        async with running(env, server, tokenizer, args) as runner:
+            requests = (make_request(index, 2, **given) for index in (0, 2))
+            return [await runner.run_group(request) for request in requests], runner
 
     return asyncio.run(main())
 
@@ -54,18 +46,18 @@ def roll_out(env, tokenizer, tmp_path, **options):
 def test_rollouts_of_another_python_are_those_of_this_process(tokenizer, tmp_path):
     table = {"taskset": {"id": "small_tasks", "num_tasks": 3}}
     foreign = WeightedEnv(table, "env", python=sys.executable, folders=[V1])
-    groups, runner = roll_out([foreign], tokenizer, tmp_path, env_workers=0)  # here that is 1
-    here, _ = roll_out("small_tasks", tokenizer, tmp_path, env_workers=0)
+    groups, runner = roll_out([foreign], tokenizer, tmp_path)  # where env_workers=0 is 1
+    here, _ = roll_out("small_tasks", tokenizer, tmp_path)
     assert runner.sizes("train") == [3]
     assert "in rollout workers" in only_runner(runner).description
     for group, expected in zip(groups, here, strict=True):
         for rollout, other in zip(group, expected, strict=True):
             assert rollout.error is None, rollout.error
             (sample,), (same,) = rollout.samples, other.samples
-            assert sample.token_ids.tolist() == same.token_ids.tolist()
-            assert sample.loss_mask.tolist() == same.loss_mask.tolist()
-            assert (rollout.prompt, rollout.reward) == (other.prompt, other.reward)
-            assert (rollout.example_id, rollout.metrics) == (other.example_id, other.metrics)
+            for name in ("token_ids", "loss_mask"):
+                assert getattr(sample, name).tolist() == getattr(same, name).tolist()
+            for name in ("prompt", "reward", "example_id", "metrics"):
+                assert getattr(rollout, name) == getattr(other, name)
 
 
 def test_a_worker_loads_no_torch_and_no_vllm():
@@ -102,26 +94,13 @@ def test_a_worker_has_this_package_and_nothing_else_of_this_python(tmp_path, tok
 
 def test_classic_environments_in_their_own_python(tokenizer, tmp_path):
     """Runs the tests in tests/classic there."""
-    v1 = load_example("reverse_text")
-    rows = {}
-    for split, num_tasks in (("train", 500), ("eval", 100)):
-        config = v1.ReverseTextConfig(
-            id="reverse_text", num_tasks=num_tasks, held_out=split == "eval"
-        )
-        tasks = v1.ReverseTextTaskset(config).load()
-        rows[split] = [[task.data.prompt, task.data.answer] for task in tasks]
-    (tmp_path / "tasks.json").write_text(json.dumps(rows))
     load_example("warm_start").make_tokenizer().save_pretrained(tmp_path)
-    variables = {"TOKENIZER": str(tmp_path), "V1_TASKS": str(tmp_path / "tasks.json")}
+    variables = {"TOKENIZER": str(tmp_path)}
     words = ["-q", "-p", "no:cacheprovider", "--confcutdir", "tests/classic", "tests/classic"]
     done = subprocess.run(
-        [CLASSIC, "-m", "pytest", *words],
-        env={**os.environ, **variables},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+        [CLASSIC, "-m", "pytest", *words], env={**os.environ, **variables}, cwd=ROOT,
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:]
 
 
@@ -152,25 +131,21 @@ def test_a_python_that_cannot_run_workers_is_one_line_that_says_what_to_install(
     [
         ({"id": "no_such"}, r"'e', in python=.*: .*taskset 'no_such' not found"),
         (3, r"'e': with python=.*, env must be an id or a dict such as .* not int"),
-        (
-            {"id": "small_tasks", "args": {"a": {1}}},
-            r"'e': env\.args\.a=\{1\} would change in J",
-        ),
-        (
-            {"id": "small_tasks", "args": {"a": [{}, {1: 2}]}},
-            r"the key 1 of env\.args\.a\[1\]",
-        ),
-        (
-            {"id": "small_tasks", "args": {"a": (1, 2)}},
-            r"env\.args\.a=\(1, 2\) would change",
+        *(
+            ({"id": "small_tasks", "args": {"a": value}}, expected)
+            for value, expected in (
+                ({1}, r"'e': env\.args\.a=\{1\} would change in J"),
+                ([{}, {1: 2}], r"the key 1 of env\.args\.a\[1\]"),
+                ((1, 2), r"env\.args\.a=\(1, 2\) would change"),
+            )
         ),
     ],
 )
-def test_what_cannot_be_made_there_is_one_error(tmp_path, tokenizer, env, expected):
+def test_what_cannot_be_made_there_is_one_error(tmp_path, env, expected):
     args = RLConfig(output_dir=str(tmp_path), use_cpu=True, env_workers=0)
     with pytest.raises(InvalidEnvironmentError, match=expected):
         mixed = [WeightedEnv(env, "e", python=sys.executable, folders=[V1])]
-        make_runner(mixed, "http://unused", tokenizer, args)
+        make_runner(mixed, "http://unused", None, args)
 
 
 def test_a_toml_names_the_python_relative_to_itself(tmp_path):

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
+import verifiers.v1 as vf
 from aiohttp import web
 
 from tests.conftest import free_port
@@ -18,6 +19,7 @@ from verifiers_rl.cli import supervise as supervise_module
 from verifiers_rl.cli.children import LocalChild
 from verifiers_rl.cli.config import load_run_config
 from verifiers_rl.cli.plan import SERVERS_VARIABLE, assign_gpus, plan_servers
+from verifiers_rl.envs.played import PlayedEnvironment
 from verifiers_rl.report.run_folder import WritingError
 from verifiers_rl.sft import generate as module
 from verifiers_rl.sft.conversations import Tokenization, read_dataset
@@ -30,6 +32,13 @@ from verifiers_rl.sft.generate import (
     sampling_of,
     write_rows,
 )
+
+
+def completed(content, finish_reason="stop", **fields):
+    message = {"role": "assistant", "content": content, **fields}
+    choice = {"index": 0, "message": message, "finish_reason": finish_reason}
+    body = {"id": "x", "object": "chat.completion", "created": 1, "model": "m"}
+    return web.json_response({**body, "choices": [choice]})
 
 
 @contextmanager
@@ -77,22 +86,16 @@ def test_rollouts_of_any_endpoint_become_data(rl_toml, tmp_path, capsys, monkeyp
         text = body["messages"][-1]["content"]
         # The first two rollouts are right, the third is cut, the others are wrong.
         number = len(asked)
-        message = {"role": "assistant", "content": text[::-1] if number <= 3 else "no"}
-        message |= {"reasoning_content": "so", "reasoning_details": [{"text": "elsewhere"}]}
-        choice = {"index": 0, "message": message}
-        choice["finish_reason"] = "length" if number == 3 else "stop"
-        return web.json_response(
-            {"id": "x", "object": "chat.completion", "created": 1, "model": "m",
-             "choices": [choice]}
+        return completed(
+            text[::-1] if number <= 3 else "no", "length" if number == 3 else "stop",
+            reasoning_content="so", reasoning_details=[{"text": "elsewhere"}],
         )  # fmt: skip
 
     with endpoint(reply) as url:
         monkeypatch.setenv("MY_KEY", "secret")
-        words = ["@", str(rl_toml), "-n", "2", "--min-reward", "1"]
-        words += ["--endpoint", url, "m", "--api-key-var", "MY_KEY", "-o", "data/new.jsonl"]
-        words += ["--trainer.args.max_concurrent", "1"]
-        words += ["--trainer.args.chat_template_kwargs", '{"effort": "low"}']
-        assert generate(words) == 0
+        words = f"-n 2 --min-reward 1 --endpoint {url} m --api-key-var MY_KEY -o data/new.jsonl "
+        words += "--trainer.args.max_concurrent 1 --trainer.args.chat_template_kwargs.effort low"
+        assert generate(["@", str(rl_toml), *words.split()]) == 0
     rows = [json.loads(line) for line in (tmp_path / "data" / "new.jsonl").read_text().splitlines()]
     assert len(asked) == 6 and len(rows) == 2
     body, authorization = asked[0]
@@ -134,19 +137,19 @@ def test_an_endpoint_that_refuses_all_requests_is_named_and_fails(
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["-o", "held.jsonl"], "holds held.jsonl already; choose another"),
-        (["-o", "new.txt"], "-o new.txt: must end in .jsonl"),
-        (["-o", "new.jsonl", "-n", "0"], "--rollouts 0: must be an integer >= 1"),
-        (["-o", "new.jsonl", "--api-key-var", "K"], "without effect unless --endpoint is given"),
+        ("-o held.jsonl", "holds held.jsonl already; choose another"),
+        ("-o new.txt", "-o new.txt: must end in .jsonl"),
+        ("-o new.jsonl -n 0", "--rollouts 0: must be an integer >= 1"),
+        ("-o new.jsonl --api-key-var K", "without effect unless --endpoint is given"),
         (
-            ["-o", "new.jsonl", "--endpoint", "u", "m", "--api-key-var", "NONE"],
+            "-o new.jsonl --endpoint u m --api-key-var NONE",
             "--api-key-var NONE: the variable is not set",
         ),
     ],
 )
 def test_an_option_of_generate_that_cannot_work_is_named(rl_toml, capsys, words, problem):
     with pytest.raises(SystemExit) as ended:
-        generate(["@", str(rl_toml), *words])
+        generate(["@", str(rl_toml), *words.split()])
     assert ended.value.code == 1 and problem in capsys.readouterr().err
 
 
@@ -155,17 +158,9 @@ def test_an_option_of_generate_that_cannot_work_is_named(rl_toml, capsys, words,
 
 def test_requests_to_our_server_have_all_sampling_options():
     """An option that is left out would have the value in the model's generation_config.json."""
-    neutral = {
-        "temperature": 0.7,
-        "top_p": 1.0,
-        "top_k": -1,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-    }
+    neutral = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+    neutral |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
     assert sampling_of(RLConfig(use_cpu=True), True) == neutral
-    assert sampling_of(RLConfig(use_cpu=True), False) == {"temperature": 0.7}
     given = {"top_p": 0.9, "stop": ["."], "include_stop_str_in_output": True, "max_tokens": 9}
     args = RLConfig(use_cpu=True, sampling_mask=True, router_replay=True, **given)
     assert sampling_of(args, True) == neutral | given
@@ -175,28 +170,21 @@ def test_requests_to_our_server_have_all_sampling_options():
 def made_of(play, num):
     """An environment of this many examples, each played by `await play(number)`."""
 
-    class Played:
-        name = "played"
+    async def played(split, number):
+        return await play(number)
 
-        def sizes(self, split):
-            return [num]
+    async def nothing(): ...
 
-        async def play(self, split, number):
-            return await play(number)
-
-        async def open(self): ...
-        async def close(self): ...
-
-    return Played()
+    return SimpleNamespace(
+        name="played", sizes=lambda split: [num], play=played, open=nothing, close=nothing
+    )
 
 
-def asked_for(**changes):
-    options = {"split": "train", "examples": None, "rollouts": 1, "min_reward": 0.0}
-    return argparse.Namespace(**options | changes)
+ASKED = argparse.Namespace(split="train", examples=None, rollouts=1, min_reward=0.0)
 
 
-def row_of(number, reward=1.0):
-    return {"example": number, "reward": reward}, False
+def row_of(number):
+    return {"example": number, "reward": 1.0}, False
 
 
 def test_replies_that_the_tasks_own_prompt_has_are_written_as_prompt():
@@ -207,16 +195,13 @@ def test_replies_that_the_tasks_own_prompt_has_are_written_as_prompt():
     written = []
 
     async def reply(request):
-        message = {"role": "assistant", "content": "cba"}
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        body = {"id": "x", "object": "chat.completion", "created": 1, "model": "m"}
-        return web.json_response({**body, "choices": [choice]})
+        return completed("cba")
 
     async def run():
         async with serving(reply) as url:
             envs, at = [WeightedEnv(env, "it")], Endpoint(f"{url}/v1", "m", "KEY")
             (made,) = make_players(envs, RLConfig(use_cpu=True), at)
-            await write_rows(made, asked_for(), 1, written.append)
+            await write_rows(made, ASKED, 1, written.append)
 
     asyncio.run(run())
     shown, plain = sorted(written, key=lambda row: row["example"])
@@ -227,10 +212,6 @@ def test_replies_that_the_tasks_own_prompt_has_are_written_as_prompt():
 
 
 def test_a_reply_that_the_environment_writes_is_not_to_be_learned():
-    import verifiers.v1 as vf
-
-    from verifiers_rl.envs.played import PlayedEnvironment
-
     said = [vf.UserMessage(content="1+1"), vf.AssistantMessage(content="2"),
             vf.AssistantMessage(content="Next."), vf.AssistantMessage(content="3")]  # fmt: skip
     nodes = [SimpleNamespace(message=m, sampled=n in (1, 3)) for n, m in enumerate(said)]
@@ -238,33 +219,27 @@ def test_a_reply_that_the_environment_writes_is_not_to_be_learned():
         reward=1.0, branches=[SimpleNamespace(nodes=nodes)], calls=[], stop_condition=None,
         is_timeout=False, agent=SimpleNamespace(name="solver"),
     )  # fmt: skip
-    env = object.__new__(PlayedEnvironment)
-    env._template, env._context = None, SimpleNamespace(model="m")
-    env.name = "it"
-    row, is_cut = env._row(trace, 0)
+    env = SimpleNamespace(name="it", _template=None, _context=SimpleNamespace(model="m"))
+    row, is_cut = PlayedEnvironment._row(env, trace, 0)
     assert not is_cut
     assert [message.get("weight") for message in row["messages"]] == [None, None, 0, None]
 
 
 def test_a_rollout_is_written_when_it_ends_not_behind_slower_ones():
-    async def run():
-        others, written = asyncio.Event(), []
+    others, written = asyncio.Event(), []
 
-        async def play(number):
-            if number == 0:
-                await others.wait()
-            return [row_of(number)]
+    async def play(number):
+        if number == 0:
+            await others.wait()
+        return [row_of(number)]
 
-        def write(row):
-            written.append(row["example"])
-            if len(written) == 2:
-                others.set()
+    def write(row):
+        written.append(row["example"])
+        if len(written) == 2:
+            others.set()
 
-        writing = write_rows(made_of(play, 3), asked_for(), 3, write)
-        await asyncio.wait_for(writing, 20)
-        return written
-
-    assert asyncio.run(run()) == [1, 2, 0]
+    asyncio.run(asyncio.wait_for(write_rows(made_of(play, 3), ASKED, 3, write), 20))
+    assert written == [1, 2, 0]
 
 
 def test_a_full_disk_is_named_and_half_a_character_of_a_model_ends_nothing(tmp_path, monkeypatch):
@@ -285,7 +260,7 @@ def test_a_full_disk_is_named_and_half_a_character_of_a_model_ends_nothing(tmp_p
     assert json.loads(first) == {"text": "?" + "y" * 60}
 
 
-@pytest.mark.parametrize(("failing", "num_played"), [(500, 10), (9, 500), (0, 500)])
+@pytest.mark.parametrize(("failing", "num_played"), [(500, 10), (9, 500)])
 def test_if_the_first_rollouts_all_fail_the_others_are_not_tried(failing, num_played):
     played = []
 
@@ -296,15 +271,12 @@ def test_if_the_first_rollouts_all_fail_the_others_are_not_tried(failing, num_pl
             raise ValueError(f"no {number}")
         return [row_of(number)]
 
-    async def run():
-        writing = write_rows(made_of(play, 500), asked_for(), 1, lambda row: None)
-        return await asyncio.wait_for(writing, 30)
-
+    writing = write_rows(made_of(play, 500), ASKED, 1, lambda row: None)
     if failing < 500:
-        assert asyncio.run(run())[1].startswith(f"{500 - failing} of 500 rollouts written")
+        assert asyncio.run(writing)[1].startswith("491 of 500 rollouts written")
     else:
         with pytest.raises(GenerationError, match=r"'played': no rollout succeeded.*no 0"):
-            asyncio.run(run())
+            asyncio.run(writing)
     assert num_played <= len(played) <= num_played + 2
 
 
@@ -320,27 +292,6 @@ def test_all_gpus_are_the_servers_because_nothing_is_trained(rl_toml, monkeypatc
     assert assign_gpus(config, plans) == {"inference": "0,1,2,3", "trainer": ""}
     command = " ".join(plans[0].command("127.0.0.1", 8000))
     assert "--data-parallel-size 2" in command and "--tensor-parallel-size 2" in command
-
-
-def test_the_first_of_several_servers_answers(monkeypatch, capsys):
-    asked = []
-
-    class Client:
-        base_url, served_model_name = "http://it", "m"
-
-        def __init__(self, *where):
-            asked.append(where)
-
-        def wait_until_ready(self):
-            asked.append("ready")
-
-    monkeypatch.setattr(module, "InferenceClient", Client)
-    monkeypatch.setenv(module.KEY_VARIABLE, "")
-    args = RLConfig(use_cpu=True, vllm_servers=["[::1]:8000", "10.0.0.1:8000"])
-    found = module._endpoint(argparse.Namespace(endpoint=None), args)
-    assert found == Endpoint("http://it/v1", "m", is_vllm=True)
-    assert asked == [("::1", 8000, 300.0), "ready"]
-    assert "of vllm_servers, only [::1]:8000 answers" in capsys.readouterr().out
 
 
 def test_it_runs_beside_a_server_in_place_of_a_trainer_and_ends_with_it(

@@ -73,22 +73,17 @@ def test_a_model_without_known_layers_asks_for_their_names():
         default_target_modules(model)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of peft, about patterns of its own
 def test_a_line_says_what_is_adapted(capsys):
-    args = options(lora_rank=4)
-    check_policy(load_policy(make_tiny_model(), args), args)
+    args = options(lora_rank=4, lora_target_modules=SEVEN)
+    check_policy(load_policy(make_tiny_moe(), args), args)
+    said = capsys.readouterr().out
     assert re.match(
-        r"LoRA of rank 4 on down_proj, gate_proj, k_proj, .*: [\d,]+ of [\d,]+ parameters are tr",
-        capsys.readouterr().out,
+        r"LoRA of rank 4 on experts, k_proj, .*: [\d,]+ of [\d,]+ parameters are tr", said
     )
     config = IA3Config(target_modules=["k_proj"], feedforward_modules=[])
     policy = load_policy(make_tiny_model(), options(), config)
     assert describe_adapter(policy).startswith("IA3 on k_proj: ")
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of peft, about patterns of its own
-def test_a_line_says_that_experts_are_adapted():
-    line = describe_adapter(load_policy(make_tiny_moe(), options(lora_target_modules=SEVEN)))
-    assert line.startswith("LoRA of rank 16 on experts, k_proj, o_proj, q_proj, v_proj: ")
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["all-linear"]])
@@ -100,12 +95,3 @@ def test_all_linear_is_pefts(qwen3_5, targets):
     assert ("shared_expert_gate" in policy.peft_config["default"].target_modules) == has_experts
     assert "lm_head" not in policy.peft_config["default"].target_modules
     policy.unload()
-
-
-@pytest.mark.parametrize("targets", ["q_proj", [], [1]])
-def test_target_modules_are_a_list_or_all_linear(targets):
-    rule = "be a valid list|be a valid string|have at least 1 item"
-    with pytest.raises(
-        ConfigError, match=rf"lora_target_modules=.*must be 'all-linear' or must ({rule})"
-    ):
-        options(lora_target_modules=targets)

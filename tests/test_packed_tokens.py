@@ -36,8 +36,9 @@ def test_ids_are_little_endian_int32_and_logprobs_float32():
         unpack_sampled(packed | {"logprobs": base64_of("f", -0.5)})
 
 
-def test_the_prompt_of_a_request_is_taken_out_of_it():
-    fields = {"tokens": pack_ids([4, 0, 9]), "model": "m"}
+def test_the_prompt_of_a_request_is_taken_out_of_it_and_nothing_else_is_asked_a_token():
+    fields = {"tokens": pack_ids([4, 0, 9]), "top_logprobs": 5, "return_token_ids": True}
+    fields["model"] = "m"
     request = TokenRequest(fields, vocab_size=10, max_model_len=5)
     assert request.token_ids == [4, 0, 9]
     assert all(type(token) is int for token in request.token_ids)
@@ -48,13 +49,13 @@ def test_the_prompt_of_a_request_is_taken_out_of_it():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"tokens": None}, "must be token ids, base64 of int32: argument should be"),
-        ({"tokens": [3]}, "must be token ids, base64 of int32: argument should be"),
+        ({"tokens": None}, "must be token ids, base64 of int32"),
+        ({"tokens": [3]}, "must be token ids, base64 of int32"),
         ({"tokens": ""}, "must be at least one token id"),
-        ({"tokens": "AAA"}, "base64 of int32: Incorrect padding"),
-        ({"tokens": "A A="}, "base64 of int32: "),
-        ({"tokens": "é==="}, "base64 of int32: "),
-        ({"tokens": "AAAA"}, "base64 of int32: buffer size must be a multiple of element size"),
+        ({"tokens": "AAA"}, "base64 of int32"),
+        ({"tokens": "A A="}, "base64 of int32"),
+        ({"tokens": "é==="}, "base64 of int32"),
+        ({"tokens": "AAAA"}, "base64 of int32: buffer size"),
         ({"tokens": pack_ids([3, 10])}, "10 is no token id below 10"),
         ({"tokens": pack_ids([3, -1])}, "-1 is no token id below 10"),
         ({"tokens": pack_ids([3] * 5)}, "a prompt of 5 is longer than .* \\(--max-model-len 5"),
@@ -68,34 +69,32 @@ def test_what_cannot_be_served_is_refused(fields, message):
         make_request(**fields)
 
 
-def answered(request, token_ids, logprobs, spans=((0, "3"),)):
-    """Let a request end as vLLM would, with these tokens."""
+def answered(request, token_ids, logprobs=(), *spans):
+    """Let a request end as vLLM would, with these tokens, which policies sampled from these on."""
     kept = SimpleNamespace(logprobs=logprobs, counts=[], allowed=[])
     versions = [SimpleNamespace(start=start, version=version) for start, version in spans]
-    ended = {"token_ids": token_ids, "logprobs": kept, "weight_versions": versions}
-    request.end(SimpleNamespace(**ended))
+    request.end(SimpleNamespace(token_ids=token_ids, logprobs=kept, weight_versions=versions))
     return request
 
 
 def test_sampled_tokens_are_a_field_of_the_reply():
-    request = answered(Generation(make_request()), [7, 8], [-0.5, -np.inf])
+    request = answered(Generation(make_request()), [7, 8], [-0.5, -np.inf], (0, "3"))
     reply = json.loads(b"{" + request.packed + b'"id":"1"}')
     assert reply == {"id": "1", "packed_tokens": pack_sampled([7, 8], [-0.5, -9999.0])}
-    assert answered(Generation(), [7], [-0.5]).packed == b""
+    assert answered(Generation(), [7], [-0.5], (0, "3")).packed == b""
 
 
-def test_only_tokens_of_a_known_policy_have_versions():
-    of_two = answered(Generation(), [7, 8, 9], [], [(0, "3"), (2, "4")])
-    assert of_two.versions == "0:3,2:4"
-    for label in ("default", "none"):  # before the first push; while a push mixes two
-        assert answered(Generation(), [7], [], [(0, "3"), (1, label)]).versions is None
-    assert answered(Generation(), [], [], []).versions is None
-
-
-def test_a_request_with_tokens_asks_vllm_for_nothing_else_a_token():
-    fields = {"tokens": pack_ids([1]), "top_logprobs": 5, "return_token_ids": True}
-    TokenRequest(fields, vocab_size=10, max_model_len=5)
-    assert fields == {"truncate_prompt_tokens": 1}
+@pytest.mark.parametrize(
+    ("token_ids", "spans", "versions"),
+    [
+        ([7, 8, 9], [(0, "3"), (2, "4")], "0:3,2:4"),
+        ([7], [(0, "3"), (1, "default")], None),  # before the first push
+        ([7], [(0, "3"), (1, "none")], None),  # while a push mixes two
+        ([], [], None),
+    ],
+)
+def test_only_tokens_of_a_known_policy_have_versions(token_ids, spans, versions):
+    assert answered(Generation(), token_ids, [], *spans).versions == versions
 
 
 def test_the_tokens_take_the_place_of_the_messages_and_the_reply_fits_behind_them():

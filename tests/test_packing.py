@@ -7,10 +7,7 @@ import pytest
 import torch
 
 from tests.helpers import sent, values_of
-from verifiers_rl.packing import (
-    collate,
-    plan_microbatches,
-)
+from verifiers_rl.packing import collate, plan_microbatches
 from verifiers_rl.types import Sample
 
 
@@ -26,22 +23,41 @@ def lognormal_lengths(count, seed=0):
     return [min(max(int(rng.lognormvariate(5, 1)), 16), 1024) for _ in range(count)]
 
 
-@pytest.mark.parametrize("layout", ["packed", "flat", "padded"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_every_sample_is_in_one_microbatch_within_the_budget(layout, num_ranks):
-    lengths = lognormal_lengths(150)
-    plan = plan_microbatches(lengths, 2048, num_ranks, layout)
-    assert sorted(i for rank in plan for rows in rank for row in rows for i in row) == list(
-        range(150)
-    )
-    assert len({len(rank) for rank in plan}) == 1
+def random_lengths(low, high, count=512):
+    rng = random.Random(0)
+    return [rng.randint(low, high) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_ranks"),
+    [("packed", 2), ("packed", 8), ("flat", 3), ("flat", 8), ("padded", 2), ("padded", 3)],
+)
+@pytest.mark.parametrize(
+    ("lengths", "budget"),
+    [
+        (lognormal_lengths(150), 2048),
+        (lognormal_lengths(512), 16384),
+        (random_lengths(100, 2048), 16384),
+        (random_lengths(95, 105), 16384),
+        (random_lengths(20, 60, count=128), 16384),
+    ],
+    ids=["few", "lognormal", "wide", "narrow", "short"],
+)
+def test_every_sample_is_in_one_microbatch_within_the_budget_and_ranks_share_the_work(
+    lengths, budget, layout, num_ranks
+):
+    plan = plan_microbatches(lengths, budget, num_ranks, layout)
+    found = [i for rank in plan for rows in rank for row in rows for i in row]
+    assert sorted(found) == list(range(len(lengths)))
     for rows in (rows for rank in plan for rows in rank):
         widths = [sum(lengths[i] for i in row) for row in rows]
-        assert len(rows) * max(widths, default=0) <= 2048
-        if layout == "flat":
-            assert len(rows) <= 1
-        if layout == "padded":
-            assert all(len(row) == 1 for row in rows)
+        assert len(rows) * max(widths, default=0) <= budget
+        assert layout != "flat" or len(rows) <= 1
+        assert layout != "padded" or all(len(row) == 1 for row in rows)
+    (alone,) = plan_microbatches(lengths, budget, 1, layout)
+    assert {len(rank) for rank in plan} == {math.ceil(len(alone) / num_ranks)}
+    loads = [sum(lengths[i] for rows in rank for row in rows for i in row) for rank in plan]
+    assert max(loads) < 1.4 * sum(loads) / num_ranks
 
 
 def test_rows_share_what_padding_would_waste():
@@ -72,28 +88,9 @@ def test_a_sample_beyond_the_budget_gets_a_microbatch_of_its_own():
 def test_ranks_share_the_work_evenly():
     lengths = lognormal_lengths(400)
     for layout in ("packed", "flat"):
-        loads = [
-            sum(lengths[i] for rows in rank for row in rows for i in row)
-            for rank in plan_microbatches(lengths, 4096, 4, layout)
-        ]
-        assert max(loads) < 1.15 * min(loads), layout
-
-
-@pytest.mark.parametrize("layout", ["packed", "flat", "padded"])
-@pytest.mark.parametrize("num_ranks", [2, 3, 8])
-def test_several_ranks_take_no_more_rounds_than_the_budget_asks_for(layout, num_ranks):
-    rng = random.Random(0)
-    for lengths in (
-        lognormal_lengths(512),
-        [rng.randint(100, 2048) for _ in range(512)],
-        [rng.randint(95, 105) for _ in range(512)],
-        [rng.randint(20, 60) for _ in range(128)],
-    ):
-        (alone,) = plan_microbatches(lengths, 16384, 1, layout)
-        plan = plan_microbatches(lengths, 16384, num_ranks, layout)
-        assert len(plan[0]) == math.ceil(len(alone) / num_ranks)
+        plan = plan_microbatches(lengths, 4096, 4, layout)
         loads = [sum(lengths[i] for rows in rank for row in rows for i in row) for rank in plan]
-        assert max(loads) < 1.4 * sum(loads) / num_ranks, (loads, layout)
+        assert max(loads) < 1.15 * min(loads), layout
 
 
 def test_thousands_of_long_samples_are_planned_at_once():
@@ -105,38 +102,43 @@ def test_thousands_of_long_samples_are_planned_at_once():
     assert time.monotonic() - start < 5  # a look at each sample for each microbatch took minutes
 
 
-def test_samples_of_one_token_are_padded_to_rows_that_can_predict():
-    microbatch = collate([make_sample(1), make_sample(1)], [[0], [1]], [1.0, 1.0], 9)
-    assert microbatch.input_ids.tolist() == [[0, 9], [0, 9]]
-
-
 def test_little_work_is_split_and_what_cannot_be_leaves_empty_microbatches():
     plan = plan_microbatches([4, 4, 4, 4], 1000, num_ranks=2)
-    assert [len(rank) for rank in plan] == [1, 1]
-    assert sorted(sum(map(len, rank[0])) for rank in plan) == [2, 2]
+    assert [[sum(map(len, rows)) for rows in rank] for rank in plan] == [[2], [2]]
     assert sorted(plan_microbatches([4], 1000, num_ranks=2)) == [[[]], [[[0]]]]
     assert plan_microbatches([], 1000, num_ranks=2) == [[[]], [[]]]
 
 
 def test_collate_lays_samples_out_in_rows():
-    samples = [make_sample(2), make_sample(4, 0.25), make_sample(1)]
+    samples = sent([make_sample(2), make_sample(4, 0.25), make_sample(1)])  # which are read-only
     microbatch = collate(samples, [[1], [0, 2]], weights=[1.0, 2.0, 3.0], pad_token_id=9)
-    assert microbatch.input_ids.tolist() == [[0, 1, 2, 3], [0, 1, 0, 9]]
-    assert microbatch.position_ids.tolist() == [[0, 1, 2, 3], [0, 1, 0, 1]]
-    assert microbatch.visible_until.tolist() == [[4, 4, 4, 4], [2, 2, 3, 4]]
+    integers = {"input_ids": [[0, 1, 2, 3], [0, 1, 0, 9]]}
+    integers["position_ids"] = [[0, 1, 2, 3], [0, 1, 0, 1]]
+    integers["visible_until"] = [[4, 4, 4, 4], [2, 2, 3, 4]]
+    of_targets = {"rows": [0, 0, 0, 1], "columns": [0, 1, 2, 0], "token_ids": [1, 2, 3, 1]}
+    of_targets["sequence_ids"] = [0, 0, 0, 1]
+    numbers = {"advantages": [0.25, 0.25, 0.25, 0.5], "weights": [2, 2, 2, 1]}
+    numbers["inference_logprobs"] = [-0.25] * 4
+    for part, dtype, expected in (
+        (microbatch, torch.int64, integers),
+        (microbatch.targets, torch.int64, of_targets),
+        (microbatch.targets, torch.float32, numbers),
+    ):
+        for name, values in expected.items():
+            tensor = getattr(part, name)
+            assert (tensor.tolist(), tensor.dtype) == (values, dtype), name
     assert microbatch.num_tokens == 7 and microbatch.has_loss and not microbatch.shares_prefixes
-    targets = microbatch.targets
-    assert (targets.rows.tolist(), targets.columns.tolist()) == ([0, 0, 0, 1], [0, 1, 2, 0])
-    assert targets.token_ids.tolist() == [1, 2, 3, 1]
-    assert targets.sequence_ids.tolist() == [0, 0, 0, 1]
-    assert targets.advantages.tolist() == [0.25, 0.25, 0.25, 0.5]
-    assert targets.weights.tolist() == [2, 2, 2, 1]
-    assert targets.inference_logprobs.tolist() == [-0.25] * 4
+    microbatch.input_ids[1, 0] = 5  # the microbatch is a copy
+    assert samples[0].token_ids.tolist() == [0, 1]
 
 
-def test_a_row_of_one_sample_reads_as_one_sequence_so_that_it_needs_no_mask():
-    microbatch = collate([make_sample(2), make_sample(4)], [[0], [1]], [1.0, 1.0], 9)
-    assert microbatch.position_ids.tolist() == [[0, 1, 2, 3]] * 2
+def test_rows_of_one_sample_read_as_one_sequence_that_can_predict():
+    def of(*lengths):
+        samples = [make_sample(length) for length in lengths]
+        return collate(samples, [[0], [1]], [1.0, 1.0], 9)
+
+    assert of(2, 4).position_ids.tolist() == [[0, 1, 2, 3]] * 2  # so that it needs no mask
+    assert of(1, 1).input_ids.tolist() == [[0, 9], [0, 9]]
 
 
 def test_an_empty_microbatch_is_one_row_without_loss():
@@ -152,42 +154,22 @@ def test_samples_survive_the_way_to_another_rank():
     samples[0].token_ids[2] = 2**31 - 1
     samples[0].inference_logprobs[1] = -1.2345678901234567
     samples[1].inference_logprobs[2] = math.nan
-    copies = sent(samples)
-    assert [values_of(copy) for copy in copies[:1]] == [values_of(samples[0])]
-    np.testing.assert_equal(values_of(copies[1]), values_of(samples[1]))  # NaN equals NaN here
-    assert all(
-        getattr(copy, name).dtype == dtype
-        for copy in copies
-        for name, dtype in Sample.DTYPES.items()
-    )
+    for sample, copy in zip(samples, sent(samples), strict=True):
+        np.testing.assert_equal(values_of(copy), values_of(sample))  # NaN equals NaN here
+        for name, dtype in Sample.DTYPES.items():
+            assert getattr(copy, name).dtype == dtype
     assert sent([]) == []
 
 
-def test_collate_reads_arrays_that_nobody_may_write():
-    sample = make_sample(3)
-    microbatch = collate(sent([sample]), [[0]], [1.0], pad_token_id=9)
-    assert microbatch.input_ids.tolist() == [[0, 1, 2]]
-    microbatch.input_ids[0, 0] = 5  # the microbatch is a copy
-    assert sample.token_ids.tolist() == [0, 1, 2]
-
-
 def test_columns_of_samples_are_as_wide_as_the_widest_and_keep_what_is_there():
-    samples = [make_sample(2), make_sample(3), make_sample(2)]
+    samples, wide = [make_sample(2), make_sample(3), make_sample(2)], [[3, 4], [5, 6], [7, 8]]
     samples[0].extras = {"a": np.array([[1], [2]], np.int16), "b": np.array([0.5, 0.25])}
-    samples[1].extras = {"a": np.array([[3, 4], [5, 6], [7, 8]], np.int16)}
-    first, second, third = sent(samples)
-    assert first.extras["a"].tolist() == [[1, -1], [2, -1]]
-    assert second.extras["a"].tolist() == [[3, 4], [5, 6], [7, 8]]
-    assert third.extras["a"].tolist() == [[-1, -1], [-1, -1]]
-    assert first.extras["b"].tolist() == [0.5, 0.25] and np.isnan(third.extras["b"]).all()
-    assert first.extras["a"].dtype == np.int16 and first.extras["b"].dtype == np.float64
-
-
-def test_the_dtypes_of_a_microbatch_are_those_of_the_model_and_the_loss():
-    microbatch = collate([make_sample(3)], [[0]], [1.0], pad_token_id=9)
-    targets = microbatch.targets
-    integers = (microbatch.input_ids, microbatch.position_ids, microbatch.visible_until)
-    integers += (targets.rows, targets.columns, targets.token_ids, targets.sequence_ids)
-    assert {tensor.dtype for tensor in integers} == {torch.int64}
-    numbers = (targets.inference_logprobs, targets.advantages, targets.weights)
-    assert {tensor.dtype for tensor in numbers} == {torch.float32}
+    samples[1].extras = {"a": np.array(wide, np.int16)}
+    copies = sent(samples)
+    columns = [copy.extras["a"] for copy in copies]
+    nothing = [[-1, -1]] * 2
+    assert [column.tolist() for column in columns] == [[[1, -1], [2, -1]], wide, nothing]
+    assert {column.dtype for column in columns} == {np.dtype(np.int16)}
+    numbers = [copy.extras["b"] for copy in copies]
+    assert numbers[0].tolist() == [0.5, 0.25] and np.isnan(numbers[2]).all()
+    assert numbers[0].dtype == np.float64

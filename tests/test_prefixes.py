@@ -1,7 +1,7 @@
 """Samples with a common beginning: their rows, what attention sees there, and the gradient."""
-# ruff: noqa: F811 (fixtures of another file)
 
 import itertools
+import os.path
 import random
 import shutil
 import traceback
@@ -10,24 +10,24 @@ from itertools import cycle
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch._dynamo.utils import counters
+from torch.nn.functional import scaled_dot_product_attention
+from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
 
 from tests.helpers import make_tiny_llama, make_tiny_model
-from tests.test_trainer import (  # noqa: F401
+from tests.reference import (
     LOSS_OPTIONS,
-    away_from_the_start,
     batch_gradients,
     check_against_reference,
-    make_trainer,
+    move_away,
     switch_checkpointing_on,
-    tokenizer,
     with_logprobs_near,
 )
 from tests.tree_samples import make_sample, make_tree
 from verifiers_rl import forward
-from verifiers_rl.losses import LOSSES, add_terms, cispo, entropy_bonus, needs_of
+from verifiers_rl.losses import cispo
 from verifiers_rl.packing import ModelSupport, Targets, collate, copy_to, plan_batch
 from verifiers_rl.report.metrics import TokenMeans
 from verifiers_rl.types import SampleSizes, order_by_beginning
@@ -58,24 +58,14 @@ def paths_of(microbatch, samples, rows):
 def test_neighbours_in_order_have_the_longest_common_beginnings():
     rng = random.Random(0)
     for _ in range(50):
-        ids = [
-            np.array(
-                [rng.randrange(3) + 300 * rng.randrange(2) for _ in range(rng.randrange(1, 7))]
-            )
-            for _ in range(12)
-        ]
+        ids = [np.array([rng.choice([0, 1, 2, 300, 301]) for _ in range(rng.randrange(1, 7))])
+               for _ in range(12)]  # fmt: skip
         order, num_shared = order_by_beginning(ids)
         lists = [ids[i].tolist() for i in order]
         assert sorted(order) == list(range(12)) and lists == sorted(lists)
-
-        def common(a, b):
-            return next(
-                (n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y),
-                min(len(a), len(b)),
-            )
-
         pairs = itertools.pairwise(lists)
-        assert num_shared.tolist() == [0, *(common(a, b) for a, b in pairs)]
+        common = [len(os.path.commonprefix([a, b])) for a, b in pairs]
+        assert num_shared.tolist() == [0, *common]
 
 
 def test_the_row_of_the_documentation():
@@ -97,48 +87,42 @@ def test_the_row_of_the_documentation():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("max_tokens", [1, 12, 30, 1000])
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(("max_tokens", "num_ranks"), [(1, 2), (12, 1), (30, 2), (1000, 1)])
 def test_every_sample_is_found_again_in_its_row(max_tokens, num_ranks):
     for seed in range(5):
         samples = make_tree(seed)
-        sizes = SampleSizes.of(samples)
-        is_computed = np.arange(len(samples)) != seed
-        plans, num_shared = plan_batch(
-            sizes, is_computed, max_tokens, num_ranks, ModelSupport(shares_prefixes=True)
-        )
-        seen, targets, num_tokens = [], 0, 0
-        for rows in (rows for plan in plans for rows in plan):
+        sizes, is_computed = SampleSizes.of(samples), np.arange(len(samples)) != seed
+        support = ModelSupport(shares_prefixes=True)
+        plans, num_shared = plan_batch(sizes, is_computed, max_tokens, num_ranks, support)
+        seen, num_targets, num_tokens = [], 0, 0
+        for rows in itertools.chain(*plans):
             microbatch = collate(samples, rows, [1.0] * len(samples), 0, num_shared)
             paths = paths_of(microbatch, samples, rows)
-            assert sorted(paths) == sorted({i for row in rows for i in row})
+            assert sorted(paths) == sorted(i for row in rows for i in row)
             seen += paths
-            targets += microbatch.has_loss * len(microbatch.targets.rows)
+            num_targets += microbatch.has_loss * len(microbatch.targets.rows)
             num_tokens += microbatch.num_tokens
-            if rows and max_tokens > 12:
-                assert microbatch.input_ids.numel() <= max_tokens
-        assert sorted(seen) == [i for i in range(len(samples)) if i != seed]
-        kept = [s for i, s in enumerate(samples) if i != seed]
-        assert targets == sum(s.num_loss_tokens for s in kept)
+            assert not rows or max_tokens <= 12 or microbatch.input_ids.numel() <= max_tokens
+        assert sorted(seen) == is_computed.nonzero()[0].tolist()
+        assert num_targets == sizes.num_loss_tokens[is_computed].sum()
         assert num_tokens == (sizes.lengths - num_shared)[is_computed].sum()
-        if max_tokens == 1000:
-            assert num_tokens < 0.75 * sum(len(s.token_ids) for s in kept)
+        assert max_tokens < 1000 or num_tokens < 0.75 * sizes.lengths[is_computed].sum()
 
 
 def test_sharing_stops_where_a_mask_costs_more():
-    def bundles(prompt, reply, number, hidden_size=128):
-        rng = np.random.default_rng(0)
-        begin = rng.integers(1000, size=prompt)
+    def bundles(prompt, reply, number, **options):
         samples = [
-            make_sample(np.append(begin, rng.integers(1000, size=reply)), prompt, 0.5)
-            for _ in range(number)
+            make_sample([*range(prompt), *[1000 + n] * reply], prompt, 0.5) for n in range(number)
         ]
-        (plan,), _ = plan_all(samples, 10**6, hidden_size=hidden_size)
+        (plan,), _ = plan_all(samples, 10**6, **options)
         return [len(row) for rows in plan for row in rows]
 
-    assert bundles(33, 7, 64) == [64]
-    assert max(bundles(2, 100, 64)) < 64  # a mask of 6,402 x 6,402 to save 126 tokens
-    assert bundles(512, 600, 16, hidden_size=1024) == [16]  # too wide for a mask, so without one
+    assert bundles(33, 7, 64, hidden_size=128) == [64]
+    # A mask of 6,402 x 6,402 to save 126 tokens.
+    assert max(bundles(2, 100, 64, hidden_size=128)) < 64
+    # Too wide for a mask, so without one; eager attention cannot do that.
+    assert bundles(512, 600, 16, hidden_size=1024) == [16]
+    assert bundles(900, 100, 4) == [4] and bundles(900, 100, 4, attention="eager") == [1] * 4
 
 
 @pytest.fixture(params=["sdpa", "sdpa in calls", "eager"])
@@ -149,66 +133,48 @@ def attention(request, monkeypatch):
     return request.param.split()[0]
 
 
-def test_with_eager_attention_rows_with_a_common_beginning_stay_narrow():
-    prompt = list(range(900))
-    samples = [make_sample(prompt + [n] * 100, 900, 1.0) for n in range(4)]
-    for name, widths in (("sdpa", [1300]), ("eager", [1000, 1000, 1000, 1000])):
-        plans, num_shared = plan_all(samples, 4096, attention=name)
-        rows = [row for of_rank in plans for microbatch in of_rank for row in microbatch]
-        lengths = [len(samples[i].token_ids) - int(num_shared[i]) for i in range(4)]
-        assert sorted(sum(lengths[i] for i in row) for row in rows) == widths
-
-
-MODEL_OF_LOSS = list(
-    zip(sorted(LOSS_OPTIONS), cycle([make_tiny_model, make_tiny_llama]), strict=False)
-)
-
-
-@pytest.mark.parametrize(("loss", "make_model"), MODEL_OF_LOSS)
-def test_every_loss_with_shared_beginnings_equals_a_float64_reference(
-    make_trainer, make_model, loss, attention
-):
-    samples = with_logprobs_near(make_model(), make_tree(1), 0.7)
+def make_sharing_trainer(make_trainer, make_model, attention, lora, checkpointing, **options):
+    """A trainer whose model is not the one that it started from."""
     model = make_model()
     model.set_attn_implementation(attention)
     trainer = make_trainer(
-        model, loss=loss, loss_args=LOSS_OPTIONS[loss], temperature=0.7, share_prefixes=True,
-        max_tokens_per_microbatch=60,
+        model, use_lora=lora, lora_rank=4, gradient_checkpointing=checkpointing, temperature=0.7,
+        max_tokens_per_microbatch=60, share_prefixes=True, **options,
     )  # fmt: skip
-    check_against_reference(trainer, make_model, samples)
-    (row,) = trainer._window.steps
-    assert row["num_microbatches"] > 1 and row["prefix_sharing"] > 1.3
-
-
-@pytest.mark.parametrize("use_lora", [False, True])
-@pytest.mark.parametrize(
-    ("gradient_checkpointing", "chunk_size"), [(False, 10_000), (True, 7), (False, 1)]
-)
-def test_the_shared_step_equals_the_reference_under_every_option(
-    make_trainer,
-    monkeypatch,
-    attention,
-    use_lora,
-    gradient_checkpointing,
-    chunk_size,
-):
-    from verifiers_rl import forward as module
-
-    monkeypatch.setattr(module, "chunk_size_for", lambda vocab_size: chunk_size)
-    samples = with_logprobs_near(make_tiny_llama(), make_tree(2), 1.0)
-    model = make_tiny_llama()
-    model.set_attn_implementation(attention)
-    trainer = make_trainer(
-        model, loss="ppo", loss_args=LOSS_OPTIONS["ppo"], use_lora=use_lora, lora_rank=4,
-        gradient_checkpointing=gradient_checkpointing, loss_normalization="sequence",
-        kl_beta=0.1 if use_lora else 0.0, entropy_beta=0.2, temperature=1.0,
-        max_tokens_per_microbatch=60, share_prefixes=True,
-    )  # fmt: skip
-    if gradient_checkpointing:
+    if checkpointing:
         switch_checkpointing_on(trainer)
-    adapter = away_from_the_start(trainer) if use_lora else None
-    check_against_reference(trainer, make_tiny_llama, samples, adapter)
-    assert trainer._window.steps[0]["prefix_sharing"] > 1.3
+    move_away(trainer)
+    return trainer
+
+
+# The lists have different lengths, so that each meets many of the others.
+SHARED = [
+    *zip(
+        [*LOSS_OPTIONS, "ppo", "cispo"],
+        cycle(["sdpa", "sdpa in calls", "eager"]),
+        cycle([make_tiny_model, make_tiny_llama, make_tiny_llama, make_tiny_model]),
+        cycle([False, True]),
+        cycle([(False, 10_000), (True, 7), (False, 1), (True, 10_000), (False, 7)]),
+        strict=False,
+    )
+]
+
+
+@pytest.mark.parametrize(
+    ("loss", "attention", "make_model", "lora", "way"), SHARED, indirect=["attention"]
+)
+def test_the_step_with_shared_beginnings_equals_a_float64_reference(
+    make_trainer, monkeypatch, loss, attention, make_model, lora, way
+):
+    checkpointing, chunk_size = way
+    monkeypatch.setattr(forward, "chunk_size_for", lambda vocab_size: chunk_size)
+    trainer = make_sharing_trainer(
+        make_trainer, make_model, attention, lora, checkpointing, loss=loss, kl_beta=0.1,
+        loss_args=LOSS_OPTIONS[loss], entropy_beta=0.2, loss_normalization="sequence",
+    )  # fmt: skip
+    samples = with_logprobs_near(trainer.model, make_tree(2), 0.7)
+    row = check_against_reference(trainer, make_model, samples)
+    assert row["num_microbatches"] > 1 and row["prefix_sharing"] > 1.3
 
 
 @pytest.mark.slow
@@ -223,25 +189,16 @@ def test_compiled_layers_keep_samples_apart_and_serve_rows_of_any_length(
 ):
     torch._dynamo.reset()
     counters.clear()
-    samples = with_logprobs_near(make_tiny_llama(), make_tree(2), 1.0)
-    model = make_tiny_llama()
-    model.set_attn_implementation(attention)
-    trainer = make_trainer(
-        model, loss="ppo", loss_args=LOSS_OPTIONS["ppo"], use_lora=use_lora, lora_rank=4,
-        gradient_checkpointing=use_lora, temperature=1.0, max_tokens_per_microbatch=60,
-        share_prefixes=True, torch_compile=True,
+    trainer = make_sharing_trainer(
+        make_trainer, make_tiny_llama, attention, use_lora, use_lora, torch_compile=True,
+        loss="ppo", loss_args=LOSS_OPTIONS["ppo"],
     )  # fmt: skip
-    if use_lora:
-        switch_checkpointing_on(trainer)
-    adapter = away_from_the_start(trainer) if use_lora else None
-    check_against_reference(trainer, make_tiny_llama, samples, adapter)
-    num_graphs = counters["stats"]["unique_graphs"]
-    assert num_graphs > 0
-    trainer._window.steps.clear()
-    trainer.model.zero_grad()
-    samples = with_logprobs_near(make_tiny_llama(), make_tree(5), 1.0)
-    check_against_reference(trainer, make_tiny_llama, samples, adapter)
-    assert counters["stats"]["unique_graphs"] <= num_graphs + 2
+    num_graphs = []
+    for seed in (2, 5):
+        samples = with_logprobs_near(make_tiny_llama(), make_tree(seed), 0.7)
+        check_against_reference(trainer, make_tiny_llama, samples)
+        num_graphs.append(counters["stats"]["unique_graphs"])
+    assert num_graphs[0] > 0 and num_graphs[1] <= num_graphs[0] + 2
 
 
 def logits_of_samples(model, microbatch, inputs):
@@ -249,52 +206,20 @@ def logits_of_samples(model, microbatch, inputs):
     return [logits[segment.row, torch.from_numpy(segment.path)] for segment in microbatch.segments]
 
 
-@pytest.mark.parametrize(
-    ("attention", "in_calls"),
-    [("sdpa", False), ("sdpa", True), ("eager", None)],
-)
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch.compile's own
-@torch.no_grad()
-def test_each_token_sees_its_own_sample_only(attention, in_calls):
-    model = make_tiny_llama().eval()
-    samples = [sample for sample in make_tree(3) if len(sample.token_ids) > 1]
-    (plan,), num_shared = plan_all(samples, 100)
-    expected = {
-        tuple(s.token_ids): model(input_ids=torch.tensor(s.token_ids[None]).long()).logits[0]
-        for s in samples
-    }
-    model.set_attn_implementation(attention)
-    if attention == "sdpa":
-        forward.wrap_attention("sdpa")
-    seen = 0
-    for rows in plan:
-        microbatch = collate(samples, rows, [1.0] * len(samples), 0, num_shared)
-        inputs = forward.inputs_of_shared_rows(microbatch, attention, in_calls)
-        given = logits_of_samples(model, microbatch, inputs)
-        for segment, logits in zip(microbatch.segments, given, strict=True):
-            ids = tuple(microbatch.input_ids[segment.row, torch.from_numpy(segment.path)].tolist())
-            if ids in expected:  # else it is padding
-                torch.testing.assert_close(logits, expected[ids], rtol=1e-4, atol=1e-5)
-                seen += 1
-    assert seen == len(expected)
-
-
 def sequences_by_hand(module, query, key, value, mask, scaling=None, **lengths):
     """What flash attention computes for sequences of these lengths: each query of a sequence sees
     the keys up to its own place from the end.
     """
-    outputs = []
-    heads = query.shape[1] // key.shape[1]
     borders = [lengths[f"cu_seq_lens_{x}"].tolist() for x in "qk"]
     longest = [max(np.diff(border)) for border in borders]
     assert longest == [lengths[f"max_length_{x}"] for x in "qk"] and mask is None
-    for q0, q1, k0, k1 in zip(borders[0], borders[0][1:], borders[1], borders[1][1:], strict=False):
-        q = query[0, :, q0:q1]
-        k, v = (x[0, :, k0:k1].repeat_interleave(heads, 0) for x in (key, value))
-        scores = q @ k.transpose(1, 2) * scaling
-        hidden = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool).tril((k1 - k0) - (q1 - q0))
-        outputs.append(scores.masked_fill(~hidden, -torch.inf).softmax(-1) @ v)
-    return torch.cat(outputs, 1).transpose(0, 1)[None], None
+    outputs = []
+    for (q0, q1), (k0, k1) in zip(*map(itertools.pairwise, borders), strict=True):
+        num_q, num_k = q1 - q0, k1 - k0
+        sees = torch.ones(num_q, num_k, dtype=torch.bool).tril(num_k - num_q)
+        parts = query[:, :, q0:q1], key[:, :, k0:k1], value[:, :, k0:k1], sees
+        outputs.append(scaled_dot_product_attention(*parts, scale=scaling, enable_gqa=True))
+    return torch.cat(outputs, 2).transpose(1, 2), None
 
 
 @torch.no_grad()
@@ -313,50 +238,31 @@ def test_flash_attention_gets_the_sequences_of_the_samples(monkeypatch):
     forward.wrap_attention("flash_by_hand")
     monkeypatch.setitem(functions._local_mapping, "sdpa", functions["flash_by_hand"])
     given = logits_of_samples(model, microbatch, inputs)
-    for ours, theirs in zip(given, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert_close(given, expected, rtol=1e-4, atol=1e-5)
 
 
-def make_mistral(sliding_window):
+def make_windowed(kind, sliding_window):
     torch.manual_seed(0)
-    config = MistralConfig(
-        vocab_size=261, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, sliding_window=sliding_window,
-    )  # fmt: skip
-    return MistralForCausalLM(config).float()
-
-
-def make_gemma(sliding_window):
-    torch.manual_seed(0)
-    config = Gemma2Config(
+    config = getattr(transformers, f"{kind}Config")(
         vocab_size=261, hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=8,
         num_attention_heads=4, num_key_value_heads=2, sliding_window=sliding_window,
     )  # fmt: skip
-    return Gemma2ForCausalLM(config).float()
+    return getattr(transformers, f"{kind}ForCausalLM")(config).float()
 
 
-@pytest.mark.parametrize("make_model", [make_mistral, make_gemma])
-def test_a_window_shorter_than_samples_is_found(make_model):
-    reason = forward.reason_against_sharing_prefixes
-    model = make_model(64)
-    assert reason(model, model, 64) is None
-    assert reason(model, model, 65) == (
-        "its sliding_window of 64 tokens is shorter than max_seq_len=65"
-    )
+@pytest.mark.parametrize("kind", ["Mistral", "Gemma2"])
+def test_a_window_shorter_than_samples_is_found(kind):
+    model = make_windowed(kind, 64)
+    assert forward.reason_against_sharing_prefixes(model, model, 64) is None
+    reason = forward.reason_against_sharing_prefixes(model, model, 65)
+    assert reason == "its sliding_window of 64 tokens is shorter than max_seq_len=65"
 
 
-def test_a_model_that_cannot_share_is_trained_whole_and_a_line_says_why(
-    make_trainer,
-    caplog,
-):
-    model = make_mistral(16)
-    trainer = make_trainer(model)
-    batch_gradients(trainer, make_tree(5))
+def test_a_model_that_cannot_share_is_trained_whole_and_a_line_says_why(make_trainer, caplog):
+    trainers = make_trainer(make_windowed("Mistral", 16)), make_trainer(share_prefixes=False)
+    for trainer in trainers:
+        assert batch_gradients(trainer, make_tree(5))[2]["prefix_sharing"] == 1.0
     assert "its sliding_window of 16 tokens is shorter than max_seq_len=32" in caplog.text
-    assert trainer._window.steps[0]["prefix_sharing"] == 1.0
-    trainer = make_trainer(share_prefixes=False)
-    batch_gradients(trainer, make_tree(5))
-    assert trainer._window.steps[0]["prefix_sharing"] == 1.0
 
 
 def test_attention_that_ignores_the_samples_is_found(monkeypatch):
@@ -372,20 +278,6 @@ def test_attention_that_ignores_the_samples_is_found(monkeypatch):
 # --- What has no gradient -------------------------------------------------------------------------
 
 
-def test_losses_without_gradient_at_an_advantage_of_zero_are_marked():
-    from tests.test_losses import make_inputs
-
-    for name, loss in LOSSES.items():
-        inputs = make_inputs([-1.0, -2.0], [-1.5, -1.0], [0.0, 0.0])
-        inputs.trainer_logprobs.requires_grad_()
-        loss(inputs).loss.backward()
-        assert not inputs.trainer_logprobs.grad.any(), name
-        assert "advantages" in needs_of(loss), name
-    assert "advantages" in needs_of(add_terms(cispo))
-    assert "advantages" not in needs_of(add_terms(cispo, entropy_bonus))
-    assert "advantages" not in needs_of(lambda inputs: cispo(inputs))
-
-
 def test_samples_without_gradient_are_not_computed_but_count(make_trainer):
     samples = make_tree(6)
     for sample in samples[::3]:
@@ -393,36 +285,35 @@ def test_samples_without_gradient_are_not_computed_but_count(make_trainer):
     samples[1].loss_mask[:] = False
 
     def run(loss_fn=None, **options):
+        """Gradients, metrics, and how many positions the model has computed."""
         trainer = make_trainer(loss_fn=loss_fn, share_prefixes=False, **options)
-        counted = []
+        trainer.support, computed = ModelSupport("padded"), []
         trainer.model.model.register_forward_pre_hook(
-            lambda module, args, kwargs: counted.append(kwargs["input_ids"].numel()),
+            lambda module, args, kwargs: computed.append(kwargs["input_ids"].numel()),
             with_kwargs=True,
         )
-        trainer.support = ModelSupport("padded")
-        loss, grads = batch_gradients(trainer, samples)
-        return loss, grads, sum(counted), trainer._window.steps[0]
+        loss, grads, row = batch_gradients(trainer, samples)
+        return {**grads, "loss": torch.tensor(loss)}, row, sum(computed)
 
-    loss, grads, computed, row = run()
+    gradients, row, num_computed = run()
     # A loss of one's own may have a gradient anywhere.
-    expected_loss, expected_grads, all_positions, all_row = run(lambda inputs: cispo(inputs))
-    assert loss == pytest.approx(expected_loss, rel=1e-5)
-    for name, grad in expected_grads.items():
-        torch.testing.assert_close(grads[name], grad, rtol=1e-4, atol=1e-6)
+    expected, row_of_all, num_all = run(lambda inputs: cispo(inputs))
+    assert_close(gradients, expected, rtol=1e-4, atol=1e-6)
+    assert num_computed < 0.8 * num_all and num_all == run(entropy_beta=0.1)[2]
     idle = [s for s in samples if not s.num_loss_tokens or not s.advantages.any()]
     assert row["idle_sample_share"] == len(idle) / len(samples) > 0.3
-    assert computed < 0.8 * all_positions
-    without_loss = sum(s.num_loss_tokens == 0 for s in samples)
-    assert all_row["idle_sample_share"] == without_loss / len(samples)
-    assert row["num_loss_tokens"] == all_row["num_loss_tokens"]
+    without_loss = [s for s in samples if not s.num_loss_tokens]
+    assert row_of_all["idle_sample_share"] == len(without_loss) / len(samples)
+    assert row["num_loss_tokens"] == row_of_all["num_loss_tokens"]
     # Means are over the tokens that were computed.
-    mean_size = np.concatenate(
-        [abs(s.advantages[s.loss_mask]) for s in samples if s.advantages.any()]
-    ).mean()
-    assert row["advantage_abs"] == pytest.approx(mean_size, rel=1e-5)
-    assert all_row["advantage_abs"] < 0.9 * mean_size
-    _, _, with_kl, _ = run(entropy_beta=0.1)
-    assert with_kl == all_positions
+    sizes = np.concatenate([abs(s.advantages[s.loss_mask]) for s in samples if s.advantages.any()])
+    assert row["advantage_abs"] == pytest.approx(sizes.mean(), rel=1e-5)
+    assert row_of_all["advantage_abs"] < 0.9 * sizes.mean()
+    for sample in samples:
+        sample.set_advantage(0.0)
+    gradients, row, _ = run()  # of a step that computes nothing
+    assert gradients["loss"] == 0 and row["idle_sample_share"] == 1
+    assert not {"entropy", "mismatch_kl", "importance_ratio", "advantage_abs"} & row.keys()
 
 
 # --- Without waiting for the device ---------------------------------------------------------------
@@ -456,7 +347,7 @@ def test_waiting_is_found():
 ROWS = cycle(["one sample a row", "several", "tree", "tree in calls"])
 
 
-@pytest.mark.parametrize(("loss", "rows"), list(zip(sorted(LOSS_OPTIONS), ROWS, strict=False)))
+@pytest.mark.parametrize(("loss", "rows"), [*zip(LOSS_OPTIONS, ROWS, strict=False)])
 def test_forward_and_backward_of_a_microbatch_wait_for_nothing(
     make_trainer, monkeypatch, loss, rows
 ):
@@ -481,35 +372,24 @@ def test_forward_and_backward_of_a_microbatch_wait_for_nothing(
 # --- The way to the device ------------------------------------------------------------------------
 
 
-def test_a_microbatch_goes_to_the_device_with_all_its_columns(monkeypatch):
-    samples = make_tree(7)
-    for sample in samples[:3]:
+def test_a_microbatch_goes_to_the_device_with_all_its_columns():
+    samples = make_tree(7)[:3]
+    for sample in samples:
         length = len(sample.token_ids)
         sample.extras["allowed_tokens"] = np.ones((length, 2), np.int32)
         sample.extras["routed_experts"] = np.arange(3 * length, dtype=np.int16).reshape(-1, 3, 1)
         sample.extras["of_a_fork"] = np.arange(length, dtype=np.float32)
-    microbatch = collate(samples, [[0], [1, 2]], [0.5] * len(samples), 9)
+    microbatch = collate(samples, [[0], [1, 2]], [0.5] * 3, 9)
     own = microbatch.targets.extras["of_a_fork"].tolist()
-    assert own == [float(t) for s in samples[:3] for t in s.loss_mask.nonzero()[0]]
+    assert own == [float(t) for s in samples for t in s.loss_mask.nonzero()[0]]
     copied = copy_to(microbatch, torch.device("meta"))
-    pairs = [(getattr(copied, n), getattr(microbatch, n))
-             for n in ("input_ids", "position_ids", "visible_until")]  # fmt: skip
-    for here, there in ((copied, microbatch), (copied.targets, microbatch.targets)):
-        assert here.extras.keys() == there.extras.keys()
-        pairs += [(here.extras[n], there.extras[n]) for n in there.extras]
-    for name in {*Targets.__slots__} - {"extras"}:
-        pairs.append((getattr(copied.targets, name), getattr(microbatch.targets, name)))
-    for value, expected in pairs:
-        assert value.is_meta and (value.dtype, value.shape) == (expected.dtype, expected.shape)
 
+    def tensors_of(part, names):
+        return {name: getattr(part, name) for name in names} | part.extras
 
-def test_a_step_that_computes_nothing_logs_no_means_over_tokens(make_trainer):
-    samples = make_tree(6)
-    for sample in samples:
-        sample.set_advantage(0.0)
-    trainer = make_trainer()
-    trainer.support = ModelSupport("padded")
-    loss, _ = batch_gradients(trainer, samples)
-    row = trainer._window.steps[0]
-    assert loss == 0 and row["idle_sample_share"] == 1
-    assert not {"entropy", "mismatch_kl", "importance_ratio", "advantage_abs"} & row.keys()
+    own, of_targets = ["input_ids", "position_ids", "visible_until"], {*Targets.__slots__}
+    for part, names in (("", own), ("targets", of_targets - {"extras"})):
+        here, there = (getattr(of, part) if part else of for of in (copied, microbatch))
+        assert there.extras.keys()
+        expected = {n: tensor.to("meta") for n, tensor in tensors_of(there, names).items()}
+        assert_close(tensors_of(here, names), expected)

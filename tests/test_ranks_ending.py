@@ -1,16 +1,13 @@
 """A signal that one of two ranks gets, under DDP, FSDP2 and DeepSpeed: gloo, on the CPU."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM
 
-from tests.helpers import ROOT, make_tiny_model
+from tests.helpers import make_tiny_model, run_script
 from verifiers_rl.report.run_folder import metrics_file, read_metrics
 
 SCRIPT = """
@@ -89,15 +86,7 @@ def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(tmp_path, kind):
     if kind.startswith("zero"):
         pytest.importorskip("deepspeed", reason="the deepspeed extra is not installed")
     make_tiny_model().save_pretrained(tmp_path / "base")
-    (tmp_path / "train.py").write_text(SCRIPT)
-    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*launcher, "--nproc-per-node", "2", str(tmp_path / "train.py"), str(tmp_path), kind],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-5000:]
+    said = run_script(tmp_path, SCRIPT, str(tmp_path), kind)
     ended = [(tmp_path / f"interrupted-{rank}-False").read_text() for rank in (0, 1)]
     assert ended[0].startswith("status 143") and ended[1] == ended[0]
     begun = int(ended[0].split()[-1])
@@ -105,7 +94,7 @@ def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(tmp_path, kind):
     assert 1 <= begun <= 2 < rows[2]["num_microbatches"]  # not the whole step
     folder = tmp_path / "interrupted"
     assert (folder / "checkpoint-2" / "rl_state.json").is_file()
-    assert "the run ends at step 2; the newest checkpoint is" in done.stderr
+    assert "the run ends at step 2; the newest checkpoint is" in said
     run = json.loads((folder / "run.json").read_text())
     if kind == "ddp":
         assert run["status"] == "interrupted"

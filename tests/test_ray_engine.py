@@ -1,6 +1,5 @@
 """A run on a Ray cluster: of no machines, and of machines that are network namespaces."""
 
-import builtins
 import os
 import re
 import secrets
@@ -8,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import tomllib
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.helpers import ROOT, make_tiny_model, write_environment
+from tests.conftest import Started
+from tests.helpers import make_tiny_model, write_environment
 from tests.machines import REACH_SERVERS, STAND_INS, machines
 from verifiers_rl.cli import rl
 from verifiers_rl.cli.children import Child
@@ -36,54 +35,34 @@ def read_toml(tmp_path, text="", env='[env]\nid = "e"\n'):
     return path
 
 
-def test_without_ray_the_error_names_the_extra(tmp_path, monkeypatch, capsys):
-    find = builtins.__import__
-
-    def without_ray(name, *args, **kwargs):
-        if name == "ray":
-            raise ImportError(name)
-        return find(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_ray)
-    monkeypatch.setattr(sys, "argv", ["vf-rl", "@", str(read_toml(tmp_path))])
-    with pytest.raises(SystemExit):
-        rl.main()
-    said = capsys.readouterr().err
+def test_without_ray_the_error_names_the_extra(tmp_path, monkeypatch, run_main):
+    monkeypatch.setitem(sys.modules, "ray", None)  # which importing it takes for an error
+    _, _, said = run_main(rl.main, "@", read_toml(tmp_path))
     assert "[cluster] a run on several machines needs Ray, which is not installed" in said
     assert "pip install 'verifiers-rl[ray]'" in said
 
 
 def test_what_travels_is_a_toml_and_the_modules_beside_it(tmp_path, capsys):
-    source = tmp_path / "source"
-    (source / "outputs").mkdir(parents=True)
-    (source / "package").mkdir()
+    source, target = tmp_path / "source", tmp_path / "target"
+    for folder in (source / "outputs", source / "package", target):
+        folder.mkdir(parents=True)
     for name in ("mine.py", "package/data.json", "outputs/big", ".hidden", "keys", "b.env"):
         (source / name).write_text("KEY=x")
     path = read_toml(source, "trainer_nodes = 2\n[trainer.args]\nmax_steps = 7\n")
     path.write_text(f'env_file = "keys"\n{path.read_text()}hub_token = "hf_0123456789abcdef0"\n')
     config = load_run_config([path], [("trainer.args.batch_size", "24")])
-    target = tmp_path / "target"
-    target.mkdir()
     ray_engine.write_code(config, "runs/a", target)
     sent = {str(p.relative_to(target)) for p in target.rglob("*") if p.is_file()}
-    modules = {"code0/mine.py", "code0/package/data.json"}
-    assert sent >= {"config.toml", *modules}
-    assert not [name for name in sent if "hf_0123" in (target / name).read_text()]
+    assert {"config.toml", "code0/mine.py", "code0/package/data.json"} <= sent
     left = ("outputs", "hidden", "safetensors", "keys", ".env")
     assert not [name for name in sent for one in left if one in name]
+    assert not [name for name in sent if "hf_0123" in (target / name).read_text()]
     assert "not sent to the machines of the cluster: Left out" in capsys.readouterr().out
     data = tomllib.loads((target / "config.toml").read_text())
     assert data["import_from"] == ["./code0"] and "cluster" not in data
     assert data["model"] == str(source / "model")
     wanted = {"max_steps": 7, "batch_size": 24, "output_dir": str(Path("runs/a").absolute())}
     assert wanted.items() <= data["trainer"]["args"].items()
-
-
-def test_a_folder_too_large_to_travel_is_one_clear_error(tmp_path, monkeypatch):
-    config = load_run_config(read_toml(tmp_path))
-    monkeypatch.setattr(ray_engine, "MAX_CODE_MB", 1e-6)
-    with pytest.raises(TomlError, match=r"this folder travels to the machines .* folder of their"):
-        ray_engine.write_code(config, "runs/a", tmp_path / "target")
 
 
 class Placed(Child):
@@ -136,26 +115,21 @@ def test_places_have_the_gpus_of_their_processes_and_each_replica_has_one(machin
     assert groups == [("PACK", [{"CPU": 1}] * 3), ("SPREAD", [{"CPU": 1, "GPU": 1}] * 4)]
 
 
-def test_processes_get_their_gpus_and_variables(machines_of):
-    found, plans, _ = machines_of(GPUS)
+def test_processes_get_their_gpus_and_variables_and_ranks_meet_at_the_first(machines_of):
+    found, plans, _ = machines_of(f"trainer_nodes = 2\n{GPUS}")
     found.open()
+    trainers = [*found.start_trainers({"A": "1"})]
     server = found.start_server(plans[0])
-    (trainer,) = found.start_trainers({"A": "1"})
-    assert (server.place[1:], trainer.place[1:]) == ((0, 4), (0, 2))
-    assert " ".join(server.words).endswith("--host 10.0.0.0 --port 7000")
-    assert "--nproc-per-node=2" in trainer.words and "verifiers_rl.cli.train" in trainer.words
-    assert trainer.env["A"] == "1" and trainer.name == "trainer"
-    for child in (server, trainer):
+    assert server.place[1:] == (0, 4)
+    assert " ".join(server.words).endswith("--host 10.0.0.2 --port 7000")
+    for number, trainer in enumerate(trainers):
+        assert (trainer.name, *trainer.place[1:]) == (f"trainer-{number}", number, 2)
+        words = {"--nnodes=2", f"--node-rank={number}", "--master-addr=10.0.0.0"}
+        words |= {"--nproc-per-node=2", "verifiers_rl.cli.train"}
+        assert words <= set(trainer.words) and trainer.env["A"] == "1"
+    for child in (server, *trainers):
         assert child.env[TOKEN_VARIABLE] == "of the run"
         assert "CUDA_VISIBLE_DEVICES" not in child.env  # which Ray has set
-
-
-def test_ranks_of_several_machines_meet_at_the_first(machines_of):
-    found, _, _ = machines_of(f"trainer_nodes = 2\n{GPUS}")
-    found.open()
-    for number, trainer in enumerate(found.start_trainers({})):
-        words = {"--nnodes=2", f"--node-rank={number}", "--master-addr=10.0.0.0"}
-        assert words <= set(trainer.words) and trainer.name == f"trainer-{number}"
 
 
 def test_a_server_that_starts_elsewhere_joins_through_one_that_answers(machines_of, monkeypatch):
@@ -222,72 +196,60 @@ rl.main()
 FAST = {"initial_delay_ms": 0, "period_ms": 500, "timeout_ms": 1000, "failure_threshold": 4}
 
 
-class Started:
-    """A process with its output in a file."""
-
-    def __init__(self, command, environment, log):
-        self.command, self.environment, self.log = command, environment, log
-
-    def __enter__(self):
-        with self.log.open("wb") as output:
-            self.process = subprocess.Popen(
-                self.command, cwd=ROOT, env=self.environment, stdout=output, stderr=output
-            )
-        return self
-
-    def __exit__(self, *error):
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-
-    def said(self):
-        return self.log.read_text()
-
-    def wait_for(self, pattern, seconds=240):
-        deadline = time.monotonic() + seconds
-        while not (hit := re.search(pattern, self.said())):
-            assert time.monotonic() < deadline and self.process.poll() is None, self.said()
-            time.sleep(0.1)
-        return hit
+@contextmanager
+def ray_folder():
+    """A folder for Ray's files, an environment of its processes, and words before a command that
+    give its machine a folder of its own in this place.
+    """
+    folder = tempfile.mkdtemp(prefix="vfray", dir="/tmp")  # a longer name is too long for sockets
+    variables = {f"RAY_health_check_{key}": str(value) for key, value in FAST.items()}
+    variables["RAY_TMPDIR"] = folder
+    apart = ["sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', folder]
+    try:
+        yield folder, {**os.environ, **variables}, apart
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
 def ray_cluster(found):
     """Ray on these machines; the first is the head, and gets no process of a run."""
-    folder = tempfile.mkdtemp(prefix="vfray", dir="/tmp")  # a longer name is too long for sockets
-    environment = {f"RAY_health_check_{key}": str(value) for key, value in FAST.items()}
-    environment |= {"RAY_DISABLE_IMPORT_WARNING": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-    environment |= {"RAY_TMPDIR": folder, "PYTHONWARNINGS": "ignore"}
-    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    environment = {**os.environ, **environment}
     program = [str(Path(sys.executable).parent / "ray"), "start"]
     program += ["--object-store-memory", "80000000", "--num-gpus", "0", "--disable-usage-stats"]
+    starting = []
 
-    # Machines have files of Ray's of their own, but the driver must find those of the head.
-    apart = ["sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', folder]
+    with ray_folder() as (folder, environment, apart):
+        environment |= {"RAY_DISABLE_IMPORT_WARNING": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+        environment |= {"PYTHONWARNINGS": "ignore", "RAY_AUTH_MODE": "token"}
+        environment |= {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
-    def start(machine, *words):
-        own = apart if machine is not found[0] else []
-        command = [*machine.words, *own, *program, "--node-ip-address", machine.address, *words]
-        return subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        def start(machine, *words):
+            # The driver must find the files of the head.
+            own = apart if machine is not found[0] else []
+            command = [*machine.words, *own, *program, "--node-ip-address", machine.address]
+            process = subprocess.Popen(
+                [*command, *words], env=environment, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT, text=True,
+            )  # fmt: skip
+            starting.append(process)
 
-    head = ["--head", "--port", "6379", "--num-cpus", "0", "--include-dashboard", "false"]
-    try:
-        starting = [start(found[0], *head, "--temp-dir", folder)]
-        assert starting[0].wait(60) == 0, starting[0].stdout.read()
-        address = f"{found[0].address}:6379"
-        starting += [start(one, "--address", address, "--num-cpus", "4") for one in found[1:]]
-        for process in starting[1:]:
-            assert process.wait(60) == 0, process.stdout.read()
-        yield environment
-    finally:
-        for process in starting:
-            process.kill()  # what it has started ends with its machine
-            process.wait()
-            process.stdout.close()
-        shutil.rmtree(folder, ignore_errors=True)
+        def wait_for_all():
+            for process in starting:
+                assert process.wait(60) == 0, process.stdout.read()
+
+        head = ["--head", "--port", "6379", "--num-cpus", "0", "--include-dashboard", "false"]
+        try:
+            start(found[0], *head, "--temp-dir", folder)
+            wait_for_all()
+            for one in found[1:]:
+                start(one, "--address", f"{found[0].address}:6379", "--num-cpus", "4")
+            wait_for_all()
+            yield environment
+        finally:
+            for process in starting:
+                process.kill()  # what it has started ends with its machine
+                process.wait()
+                process.stdout.close()
 
 
 @needs_ray

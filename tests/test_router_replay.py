@@ -3,22 +3,12 @@
 import copy
 import io
 from base64 import b64encode
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    GraniteMoeConfig,
-    GraniteMoeForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-)
+import transformers
 
 from tests.helpers import StubSource, make_tiny_model, make_tiny_moe, sent, stub_servers
 from verifiers_rl import router_replay
@@ -28,7 +18,7 @@ from verifiers_rl.inference.packed_tokens import unpack_experts
 from verifiers_rl.models import check_policy, load_policy
 from verifiers_rl.packing import collate
 from verifiers_rl.router_replay import RouterReplay, expert_load, replay_experts, routers_of
-from verifiers_rl.types import ALLOWED_TOKENS, ROUTED_EXPERTS, Sample, join_experts
+from verifiers_rl.types import ROUTED_EXPERTS, Sample, join_experts
 from verifiers_rl.wiring import Replaced, make_source_and_sink
 
 SIZES = {
@@ -38,42 +28,42 @@ SIZES = {
 MOE = {"moe_intermediate_size": 16, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2}
 MOE |= {"topk_group": 1, "first_k_dense_replace": 1}
 MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+MLA |= {"v_head_dim": 16, "num_key_value_heads": 2}
+
+
+CLASSES = {
+    "mixtral": ("Mixtral", {"num_local_experts": 8}),
+    "gpt_oss": ("GptOss", {"num_local_experts": 8, "head_dim": 16}),
+    "granite": ("GraniteMoe", {"num_local_experts": 8}),
+    "glm4": ("Glm4Moe", MOE | {"head_dim": 16}),
+    "deepseek": ("DeepseekV3", MOE | MLA),
+}
 
 
 def make(name):
-    torch.manual_seed(0)
     if name == "qwen3":
         return make_tiny_moe()
-    if name == "mixtral":
-        return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=8))
-    if name == "gpt_oss":
-        return GptOssForCausalLM(GptOssConfig(**SIZES, num_local_experts=8, head_dim=16))
-    if name == "granite":
-        return GraniteMoeForCausalLM(GraniteMoeConfig(**SIZES, num_local_experts=8))
-    if name == "glm4":
-        return Glm4MoeForCausalLM(Glm4MoeConfig(**SIZES | MOE, head_dim=16))
-    sizes = SIZES | MOE | MLA | {"v_head_dim": 16, "num_key_value_heads": 2}
-    return DeepseekV3ForCausalLM(DeepseekV3Config(**sizes))
+    torch.manual_seed(0)
+    kind, options = CLASSES[name]
+    config = getattr(transformers, f"{kind}Config")(**SIZES | options)
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 
 def chosen_by(model, ids):
     """(B, T, layers, top_k), as a server returns them: 0 for layers without experts."""
-    found = {}
+    found, hooks = {}, []
+    for layer, router in routers_of(model):
 
-    def record(at):
-        def keep(router, inputs, outputs):
-            (found[at],) = (o for o in outputs if not o.is_floating_point())
+        def keep(router, inputs, outputs, layer=layer):
+            (found[layer],) = (o for o in outputs if not o.is_floating_point())
 
-        return keep
-
-    hooks = [router.register_forward_hook(record(layer)) for layer, router in routers_of(model)]
+        hooks.append(router.register_forward_hook(keep))
     model(input_ids=ids)
     for hook in hooks:
         hook.remove()
-    shape = next(iter(found.values())).shape[-1]
-    nothing = torch.zeros(ids.numel(), shape, dtype=torch.int64)
+    nothing = torch.zeros_like(found[layer])
     layers = [found.get(i, nothing) for i in range(model.config.num_hidden_layers)]
-    return torch.stack(layers, 1).reshape(*ids.shape, len(layers), shape)
+    return torch.stack(layers, 1).unflatten(0, ids.shape)
 
 
 def perturbed(model):
@@ -85,7 +75,7 @@ def perturbed(model):
     return other
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mixtral", "gpt_oss", "granite", "glm4", "deepseek"])
+@pytest.mark.parametrize("name", ["qwen3", *CLASSES])
 def test_replayed_experts_are_used_and_weighed_by_the_models_own_scores(name):
     model = make(name).eval()
     ids = torch.randint(3, 50, (2, 40))
@@ -109,75 +99,61 @@ def test_replayed_experts_are_used_and_weighed_by_the_models_own_scores(name):
         assert torch.equal(chosen_by(other, ids)[experts > 0], experts[experts > 0])
 
 
-def test_gradients_reach_the_router_through_its_scores_also_where_backward_computes_again():
+def test_replayed_experts_are_used_again_where_backward_computes_again():
     model = make_tiny_moe().train()
-    ids = torch.randint(3, 250, (2, 30))
+    ids, gradients = torch.randint(3, 250, (2, 30)), []
     with torch.no_grad():
-        experts = chosen_by(model, ids)
-    gradients = []
+        experts = chosen_by(perturbed(model), ids)
     for checkpointing in (False, True):
-        other = perturbed(model)
-        for (_, router), (_, ours) in zip(routers_of(other), routers_of(model), strict=True):
-            router.weight.data = ours.weight.data + 1e-3  # another router, the same each time
+        model.zero_grad()
         if checkpointing:
-            other.gradient_checkpointing_enable({"use_reentrant": False})
-        replay_experts(other, experts)
-        other(input_ids=ids).logits[..., 7].sum().backward()
-        gradients.append([router.weight.grad for _, router in routers_of(other)])
-    for plain, again in zip(*gradients, strict=True):
-        assert plain.abs().max() > 0 and torch.allclose(plain, again, atol=1e-7)
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        replay_experts(model, experts)
+        model(input_ids=ids).logits[..., 7].sum().backward()
+        gradients.append([router.weight.grad.clone() for _, router in routers_of(model)])
+    assert all(gradient.abs().max() > 0 for gradient in gradients[0])
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
 
-    # R3: softmax over all experts, taken at the replayed ones and normalised over these.
+
+def test_gradients_reach_the_router_through_its_own_scores_of_the_replayed_experts():
+    """R3: softmax over all experts, taken at the replayed ones and normalised over these."""
+    model = make_tiny_moe()
     ((_, router), *_) = routers_of(model)
-    hidden = torch.randn(5, 64)
+    hidden, factors = torch.randn(5, 64), torch.randn(5, 2)
     given = torch.tensor([[0, 1], [2, 3], [3, 0], [1, 2], [0, 2]])
     whole = torch.zeros(1, 5, 2, 2, dtype=torch.int16)
     whole[0, :, 0] = given
     replay_experts(model, whole)
     _, weights, chosen = router(hidden)
     assert chosen.tolist() == given.tolist()
-    factors = torch.randn(5, 2)
     (found,) = torch.autograd.grad((weights * factors).sum(), router.weight)
     weight = router.weight.detach().double().requires_grad_()
     scores = (hidden.double() @ weight.T).softmax(-1).gather(1, given)
     scores = scores / scores.sum(-1, keepdim=True)
     (expected,) = torch.autograd.grad((scores * factors).sum(), weight)
-    assert torch.allclose(found.double(), expected, atol=1e-5)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
     replay_experts(model, None)
     assert not torch.equal(router(hidden)[2], given)
 
 
-def test_experts_travel_with_their_samples_into_rows_with_shared_prefixes():
+def test_experts_stand_in_rows_with_shared_prefixes_where_their_tokens_do():
     def make_sample(tokens, first):
-        experts = np.arange(first, first + 4 * len(tokens)).reshape(-1, 2, 2)
-        mask = [False] + [True] * (len(tokens) - 1)
-        return Sample(
-            tokens,
-            mask,
-            [0.0] * len(tokens),
-            [0] * len(tokens),
-            extras={ROUTED_EXPERTS: experts.astype(np.int16)},
-        )
+        experts = np.arange(first, first + 4 * len(tokens), dtype=np.int16).reshape(-1, 2, 2)
+        zeros = np.zeros(len(tokens))
+        return Sample(tokens, zeros, zeros, zeros, extras={ROUTED_EXPERTS: experts})
 
-    masked = make_sample([1, 2, 5], 100)
-    masked.extras[ALLOWED_TOKENS] = np.array([[-1, -1], [2, 3], [-1, -1]], np.int32)
+    def first_experts(samples, *rows):
+        microbatch = collate(samples, rows, [1.0] * len(samples), 0, num_shared=[0, 2, 0])
+        return microbatch.extras and microbatch.extras[ROUTED_EXPERTS][..., 0, 0].tolist()
+
     plain = Sample([8, 9], [0, 1], [0, -1], [-1, 0])
-    samples = [make_sample([1, 2, 3, 4], 0), masked, plain]
-    copies = sent(samples)
-    for sample, copy_ in zip(samples[:2], copies, strict=False):
-        assert copy_.extras[ROUTED_EXPERTS].tolist() == sample.extras[ROUTED_EXPERTS].tolist()
-    assert copies[1].extras[ALLOWED_TOKENS].tolist() == [[-1, -1], [2, 3], [-1, -1]]
-    microbatch = collate(copies, [[0, 1], [2]], [1.0] * 3, 0, num_shared=[0, 2, 0])
-    experts = microbatch.extras[ROUTED_EXPERTS]
-    assert experts[0].flatten(1).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11],
-                                              [12, 13, 14, 15], [108, 109, 110, 111]]  # fmt: skip
-    assert (experts[1] == -1).all()
+    samples = sent([make_sample([1, 2, 3, 4], 0), make_sample([1, 2, 5], 100), plain])
+    assert first_experts(samples, [0, 1], [2]) == [[0, 4, 8, 12, 108], [-1] * 5]
+    assert not first_experts([plain], [0])
     # The last token of a reply has none, but a longer sample goes on behind it.
     short, long = make_sample([1, 2], 0), make_sample([1, 2, 3], 100)
     short.extras[ROUTED_EXPERTS][-1] = -1
-    microbatch = collate([short, long], [[0, 1]], [1.0] * 2, 0, num_shared=[0, 2])
-    assert microbatch.extras[ROUTED_EXPERTS][0, :, 0, 0].tolist() == [0, 104, 108]
-    assert not collate([plain], [[0]], [1.0], 0).extras
+    assert first_experts([short, long], [0, 1]) == [[0, 104, 108]]
     with pytest.raises(ValueError, match=r"extras\['routed_experts'\] of shape \(1, 2, 2\) for 2"):
         Sample([8, 9], [0, 1], [0, -1], [-1, 0], extras={ROUTED_EXPERTS: np.zeros((1, 2, 2))})
 
@@ -202,38 +178,29 @@ def test_experts_of_a_reply_come_as_a_file_of_numpy_and_no_other_object():
         unpack_experts(packed(np.array([{}], object)))
 
 
-def test_what_cannot_replay_is_refused_at_the_start(tmp_path):
-    args = RLConfig(output_dir=str(tmp_path), use_cpu=True, router_replay=True)
+def test_what_cannot_replay_is_refused_at_the_start():
+    args = RLConfig(use_cpu=True, router_replay=True)
     assert args.sampling_args()["extra_body"]["routed_experts"] is True
     assert "routed_experts" not in args.eval_sampling_args()["extra_body"]
     with pytest.raises(ConfigError, match="router_replay=True: Qwen3ForCausalLM has no router"):
         check_policy(make_tiny_model(), args)
     check_policy(make_tiny_moe(), args)
-    with pytest.raises(ConfigError, match="router_replay=True: client_type='renderer' gets none"):
-        RLConfig(output_dir=str(tmp_path), use_cpu=True, router_replay=True, client_type="renderer")
 
 
-@pytest.mark.parametrize("wanted", [False, True])
-@pytest.mark.parametrize("returned", [False, True])
+@pytest.mark.parametrize(("wanted", "returned"), [(True, False), (True, True), (False, False)])
 def test_a_server_that_returns_no_experts_is_refused_with_the_flag_that_it_needs(
     monkeypatch, tmp_path, wanted, returned
 ):
     stub_servers(monkeypatch, returns_experts=returned)
-    args = RLConfig(
-        output_dir=str(tmp_path), use_cpu=True, router_replay=wanted, vllm_server_port=1
+    args = RLConfig(output_dir=str(tmp_path), use_cpu=True, router_replay=wanted)
+    needed = r"^router_replay=True: the server .* --enable-return-routed-experts"
+    expected = (
+        pytest.raises(InferenceServerError, match=needed) if wanted and not returned else None
     )
-    replaced = Replaced(orchestrator=StubSource())
-
-    def connect():
-        return make_source_and_sink(make_tiny_moe(), None, args, None, replaced, None)[1]
-
-    if wanted and not returned:
-        message = r"^router_replay=True: the server at http://127.0.0.1:1 returns no experts; "
-        message += "start vf-vllm with --enable-return-routed-experts"
-        with pytest.raises(InferenceServerError, match=message):
-            connect()
-    else:
-        assert connect().lora_sync == "merged"
+    with expected or nullcontext():
+        replaced = Replaced(orchestrator=StubSource())
+        sink = make_source_and_sink(make_tiny_moe(), None, args, None, replaced, None)[1]
+        assert sink.lora_sync == "merged"
 
 
 def with_experts(*of_layers):
@@ -243,36 +210,31 @@ def with_experts(*of_layers):
     return Sample(zeros, zeros, zeros, zeros - 1, extras={"routed_experts": experts})
 
 
-def test_the_load_of_experts_is_counted_layer_by_layer():
+def load_of(model, *samples):
+    load = expert_load(model, [*samples])
+    return load and (load["expert_load_max"], load["expert_load_cv"])
+
+
+def test_the_load_of_experts_is_counted_layer_by_layer(monkeypatch):
     uneven, even = [[0, 1]] * 4, [[0, 1], [2, 3]] * 2
-    load = expert_load(make_tiny_moe(), [with_experts(uneven, even)])
+    model, sample = make_tiny_moe(), with_experts(uneven, even)
     # Of 4 experts, two have twice their share and two none; in the other layer all are equal.
-    assert load["expert_load_max"] == (2 + 1) / 2 and load["expert_load_cv"] == (1 + 0) / 2
-    assert load["expert_bytes"] == 2 * 2 * 2  # two choices in two layers, two bytes each
+    assert load_of(model, sample) == ((2 + 1) / 2, (1 + 0) / 2)
+    assert expert_load(model, [sample])["expert_bytes"] == 2 * 2 * 2  # of two layers, in int16
     # A token that the server returned no experts for counts for none.
-    unknown = [[-1, -1]] * 2
-    samples = [with_experts(uneven, even), with_experts(unknown, unknown)]
-    assert expert_load(make_tiny_moe(), samples) == load
-    nothing = expert_load(make_tiny_moe(), samples[1:])
-    assert (nothing["expert_load_max"], nothing["expert_load_cv"]) == (0, 0)
+    unknown = with_experts([[-1, -1]] * 2, [[-1, -1]] * 2)
+    assert load_of(model, sample, unknown) == load_of(model, sample)
+    assert load_of(model, unknown) == (0, 0)
     plain = Sample([1, 2], [0, 1], [0, -1], [-1, 0])
-    assert expert_load(make_tiny_moe(), [plain]) == {}
-    assert expert_load(make_tiny_model(), []) == {}
-
-
-def test_layers_without_experts_do_not_count():
-    model = make("glm4")  # its first layer is dense, of which a server returns zeros
-    dense, even = [[0, 0]] * 4, [[0, 1], [2, 3], [4, 5], [6, 7]]
-    load = expert_load(model, [with_experts(dense, even)])
-    assert (load["expert_load_max"], load["expert_load_cv"]) == (1, 0)
-
-
-def test_of_a_large_batch_every_kth_sample_is_counted(monkeypatch):
-    uneven, even = [[0, 1]] * 4, [[0, 1], [2, 3]] * 2
+    assert load_of(model, plain) == load_of(make_tiny_model()) == {}
+    # The first layer of this model is dense, of which a server returns zeros.
+    dense = with_experts([[0, 0]] * 4, [[0, 1], [2, 3], [4, 5], [6, 7]])
+    assert load_of(make("glm4"), dense) == (1, 0)
+    # Of a large batch, every kth sample is counted.
     samples = [with_experts(even, even), with_experts(uneven, uneven)] * 3
-    assert expert_load(make_tiny_moe(), samples)["expert_load_max"] == 1.5
+    assert load_of(model, *samples)[0] == 1.5
     monkeypatch.setattr(router_replay, "MAX_COUNTED", 12)
-    assert expert_load(make_tiny_moe(), samples)["expert_load_max"] == 1
+    assert load_of(model, *samples)[0] == 1
 
 
 def test_a_model_whose_config_asks_for_router_logits_is_trained_without(caplog):

@@ -1,6 +1,7 @@
 import json
 import os
 import shutil
+from contextlib import nullcontext
 
 import pytest
 
@@ -39,50 +40,36 @@ def prepare(folder, resume=None, overwrite=False, max_steps=10):
     return prepare_run_folder(folder, resume=resume, overwrite=overwrite, max_steps=max_steps)
 
 
-def write_metrics(folder, *steps):
+def write(folder, name, text=""):
     folder.mkdir(exist_ok=True)
-    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "reward": 1}}\n' for n in steps))
+    (folder / name).write_text(text)
 
 
-def write_log(folder):
-    folder.mkdir()
-    (folder / "inference.log").write_text("")
-
-
-def write_model(folder):
-    folder.mkdir()
-    (folder / "model-00001-of-00002.safetensors").write_text("")
-
-
-def write_checkpoint(folder):
-    save(folder, 5)
-
-
-@pytest.mark.parametrize(
-    "write", [lambda folder: None, write_log, lambda f: write_metrics(f, 0, 0)]
-)
-def test_a_folder_without_a_run_is_taken(write, tmp_path):
-    write(tmp_path / "run")
-    before = sorted(tmp_path.rglob("*"))
-    assert prepare(tmp_path / "run") is None
-    assert prepare(tmp_path / "run", resume=False) is None
-    assert sorted(tmp_path.rglob("*")) == before  # nothing was made
+def write_metrics(folder, *steps):
+    write(folder, "metrics.jsonl", "".join(f'{{"step": {n}, "reward": 1}}\n' for n in steps))
 
 
 @pytest.mark.parametrize(
     ("write", "found"),
     [
+        (lambda folder: None, ""),
+        (lambda folder: write(folder, "inference.log"), ""),
+        (lambda folder: write_metrics(folder, 0, 0), ""),
         (lambda folder: write_metrics(folder, 0, 1), r"\(metrics.jsonl\)"),
-        (write_model, r"\(model-00001-of-00002.safetensors\)"),
-        (write_checkpoint, r"\(checkpoint-5\)"),
+        (lambda folder: write(folder, "model-1-of-2.safetensors"), r"\(model-1-of-2.safetensors\)"),
+        (lambda folder: save(folder, 5), r"\(checkpoint-5\)"),
     ],
 )
-def test_a_used_folder_is_refused_unless_it_is_resumed_or_overwritten(write, found, tmp_path):
+def test_a_folder_with_a_run_is_refused_unless_it_is_resumed_or_overwritten(write, found, tmp_path):
     folder = tmp_path / "run"
     write(folder)
-    with pytest.raises(RunFolderError, match=f"{folder}.*{found}.*--resume.*--overwrite.*another"):
-        prepare(folder)
+    before = sorted(tmp_path.rglob("*"))
+    for resume in (None, False):
+        said = f"{folder}.*{found}.*--resume.*--overwrite.*another"
+        with pytest.raises(RunFolderError, match=said) if found else nullcontext():
+            assert prepare(folder, resume) is None
     assert prepare(folder, overwrite=True) is None
+    assert sorted(tmp_path.rglob("*")) == before  # nothing was made
 
 
 def test_the_newest_finished_checkpoint_is_resumed(tmp_path):
@@ -113,11 +100,10 @@ def test_a_checkpoint_that_is_none_is_refused(tmp_path):
         prepare(folder, resume=True)
 
 
-@pytest.mark.parametrize("max_steps", [2, 5])
-def test_a_checkpoint_at_the_end_of_the_run_is_an_error(max_steps, tmp_path):
+def test_a_checkpoint_at_the_end_of_the_run_is_an_error(tmp_path):
     save(tmp_path, 5)
-    with pytest.raises(RunFolderError, match=rf"already at step 5 of {max_steps}: raise max_steps"):
-        prepare(tmp_path, resume=True, max_steps=max_steps)
+    with pytest.raises(RunFolderError, match="already at step 5 of 5: raise max_steps"):
+        prepare(tmp_path, resume=True, max_steps=5)
 
 
 def test_a_checkpoint_of_another_run_starts_a_new_folder_only(tmp_path):
@@ -128,13 +114,10 @@ def test_a_checkpoint_of_another_run_starts_a_new_folder_only(tmp_path):
         prepare(tmp_path / "new", resume=str(other))
 
 
-def test_to_resume_and_to_overwrite_contradict_each_other(tmp_path):
+def test_what_contradicts_itself_is_refused(tmp_path):
     save(tmp_path, 5)
     with pytest.raises(RunFolderError, match="leave one of them out"):
         prepare(tmp_path, resume=True, overwrite=True)
-
-
-def test_a_file_is_no_folder_of_a_run(tmp_path):
     (tmp_path / "run").write_text("")
     with pytest.raises(RunFolderError, match="run' is a file; choose another"):
         prepare(tmp_path / "run")

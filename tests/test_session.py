@@ -1,42 +1,36 @@
 """A run in a session of tmux."""
 
 import os
+import pty
 import shutil
 import subprocess
 import sys
-import time
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
 
-from tests.conftest import processes_of
-from tests.test_plan import make_config
+from tests.configs import make_config
+from tests.conftest import processes_of, wait_until
+from tests.helpers import ROOT
 from verifiers_rl.cli import session
-from verifiers_rl.cli.plan import plan_servers
+
+CONFIG = make_config("inference.gpus = 0")
+OPTIONS = SimpleNamespace(session="qwen3-0.6b", resume=True, overwrite=False)
 
 
-def run_in_tmux(folder, name="s"):
-    config = make_config(inference_gpus=0)
-    options = SimpleNamespace(session=name, resume=False, overwrite=False)
-    return session.run_in_tmux(config, options, folder, plan_servers(config))
+def run_in_tmux(folder):
+    return session.run_in_tmux(CONFIG, OPTIONS, folder, [SimpleNamespace(name="inference")])
 
 
-def test_a_tmux_that_does_not_start_is_one_clear_error(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(session.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1))
-    with pytest.raises(SystemExit):
-        run_in_tmux(tmp_path)
-    assert "tmux started no session; start with --no-tmux" in capsys.readouterr().err
+def test_the_command_in_a_session_is_the_run_itself():
+    words = session.command_in_session(CONFIG, OPTIONS)[2:]
+    assert words == ["verifiers_rl.cli.rl", "@", "/a/rl.toml", "--no-tmux", "--resume"]
 
 
 @pytest.mark.parametrize(
     ("wanted", "name"),
-    [
-        ("my-run_2", "my-run_2"),
-        ("qwen3-0.6b", "qwen3-0_6b"),
-        ("=$é x", "____x"),
-        ("-x", None),
-        ("default", None),
-    ],
+    [("qwen3-0.6b", "qwen3-0_6b"), ("=$é x", "____x"), ("-x", None), ("default", None)],
 )
 def test_a_session_has_a_name_that_tmux_keeps(wanted, name):
     if name is None:
@@ -59,53 +53,77 @@ signal.signal(signal.SIGINT, save)
 Path(sys.argv[1], "up").write_text("")
 time.sleep(60)
 """
+DRIVER = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from tests.configs import make_config
+from verifiers_rl.cli import session
 
-
-def wait_until(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+code, folder = sys.argv[1:]
+session.command_in_session = lambda *_: [sys.executable, "-c", code, folder]
+options, plans = SimpleNamespace(session="qwen3-0.6b"), [SimpleNamespace(name="inference")]
+sys.exit(session.run_in_tmux(make_config("inference.gpus = 0"), options, Path(folder), plans))
+"""
 
 
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
-@pytest.mark.parametrize("lines", ["24", "2"])  # with room for two panes, and for one
+@pytest.mark.parametrize("is_attached", [True, False])
 def test_a_run_in_a_session_ends_in_good_order_and_stays_to_be_read(
-    tmp_path, monkeypatch, capsys, lines
+    tmp_path, monkeypatch, capsys, is_attached
 ):
-    monkeypatch.setenv("TMUX", f"{tmp_path}/tmux,1,0")  # nothing is attached
-    monkeypatch.setenv("TMUX_TMPDIR", str(tmp_path))
-    monkeypatch.setenv("VF_RL_TEST", str(tmp_path))
-    monkeypatch.setenv("COLUMNS", "20")
-    monkeypatch.setenv("LINES", lines)
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    words = []
-    start = session.run
-    monkeypatch.setattr(session, "run", lambda *given: words.extend(given) or start(*given))
-    command = [sys.executable, "-c", CODE, str(tmp_path)]
-    monkeypatch.setattr(session, "command_in_session", lambda *_: command)
+    variables = {"TMUX_TMPDIR": str(tmp_path), "VF_RL_TEST": str(tmp_path), "TERM": "xterm"}
+    variables["HF_TOKEN"] = "hf_secret"
+    monkeypatch.delenv("TMUX", raising=False)
+    if not is_attached:  # as from within another session, with room for one pane
+        variables |= {"TMUX": f"{tmp_path}/tmux,1,0", "COLUMNS": "20", "LINES": "2"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    leader, terminal = pty.openpty()
+    os.set_blocking(leader, False)
+    command = [sys.executable, "-c", DRIVER, CODE, str(tmp_path)]
+    process = subprocess.Popen(
+        command, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True, cwd=ROOT
+    )
+    os.close(terminal)
+    shown = bytearray()
 
-    def tmux(*given):
-        command = ["tmux", "-L", "qwen3-0_6b", *given]
-        return subprocess.run(command, capture_output=True, text=True).stdout
+    def tmux(*words):
+        words = ["tmux", "-L", "qwen3-0_6b", *words]
+        return subprocess.run(words, capture_output=True, text=True, timeout=10).stdout
+
+    def panes():
+        return tmux("list-panes", "-F", "#{pane_id} #{pane_start_command}").splitlines()
+
+    def wait_for(condition):
+        def is_so():
+            with suppress(OSError):  # nothing was written just now
+                shown.extend(os.read(leader, 65536))  # tmux waits for a terminal that is not read
+            return condition()
+
+        wait_until(is_so, 60, lambda: shown)
 
     try:
-        assert run_in_tmux(tmp_path, "qwen3-0.6b") == 0
-        said = capsys.readouterr().out
-        assert "running in tmux session 'qwen3-0_6b': tmux -L qwen3-0_6b attach" in said
+        wait_for((tmp_path / "up").exists)
+        wait_for(lambda: len(panes()) == 1 + is_attached)
+        wait_for(lambda: b"tmux -L qwen3-0_6b attach" in shown)
         # All users of a machine can read a command's words.
-        assert not any("hf_secret" in word for word in words)
-        wait_until((tmp_path / "up").exists)
-        panes = tmux("list-panes", "-F", "#{pane_id} #{pane_start_command}").splitlines()
-        assert len(panes) == (2 if lines == "24" else 1)
-        (own,) = [pane.split()[0] for pane in panes if "tail" not in pane]
+        assert not any("hf_secret" in line for line in processes_of(tmp_path).values())
+        (own,) = [pane.split()[0] for pane in panes() if "tail" not in pane]
         with pytest.raises(SystemExit):
-            run_in_tmux(tmp_path, "qwen3-0.6b")
+            run_in_tmux(tmp_path)
         assert "tmux session 'qwen3-0_6b' exists" in capsys.readouterr().err
         tmux("send-keys", "-t", own, "C-c")
         # tmux does not always know the exit status.
-        wait_until(lambda: tmux("display-message", "-p", "-t", own, "#{pane_dead}") == "1\n")
-        assert (tmp_path / "saved").read_text() == os.environ["HF_TOKEN"]
+        wait_for(lambda: tmux("display-message", "-p", "-t", own, "#{pane_dead}") == "1\n")
+        assert (tmp_path / "saved").read_text() == "hf_secret"
+        if is_attached:
+            os.write(leader, b"\r")  # Enter closes the session
+        wait_for(lambda: process.poll() is not None)
+        assert process.returncode == 0
     finally:
         tmux("kill-server")
+        process.kill()
+        process.wait()
+        os.close(leader)
     wait_until(lambda: processes_of(tmp_path) == {})

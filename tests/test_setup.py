@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -23,19 +24,14 @@ OURS = ("skeleton", "reverse_text", "alphabet_sort", "letter_hunt", "calculator"
 
 
 @pytest.fixture
-def run_setup(monkeypatch, capsys):
+def run_setup(run_main):
     """Runs vf-setup with these words. Returns its exit status and what it printed."""
 
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["vf-setup", *map(str, words)])
-        status = 0
-        try:
-            setup.main()
-        except SystemExit as ended:
-            status = ended.code
-        return status, "".join(capsys.readouterr())
+    def run_setup(*words):
+        status, stdout, stderr = run_main(setup.main, *words)
+        return status, stdout + stderr
 
-    return run
+    return run_setup
 
 
 @pytest.fixture
@@ -77,34 +73,36 @@ def test_a_workspace_holds_what_its_readme_says(name, make_workspace):
     assert all((folder / row).exists() for row in rows), rows
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_tomls_of_a_workspace_are_runs(name, make_workspace, monkeypatch):
+@pytest.fixture
+def no_models(monkeypatch):
+    """Models are made or downloaded later. Loading changes what is to be found."""
     monkeypatch.setattr("verifiers_rl.cli.config.model_error", lambda name: None)
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_tomls_of_a_workspace_are_runs_and_its_environment_loads(
+    name, make_workspace, monkeypatch, no_models
+):
     for path in make_workspace(name).glob("*.toml"):
-        args = plan.check_trainer_options(load_run_config(path))
+        config = load_run_config(path)
+        args = plan.check_trainer_options(config)
         assert args.output_dir.startswith("outputs/")
         text = path.read_text()
         for line in re.findall(r"^# (loss\w* = .*?)$", text, re.MULTILINE):  # to be uncommented
             text = text.replace(f"# {line}", line)
         assert tomllib.loads(text)
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_the_environment_of_a_workspace_loads(name, make_workspace, monkeypatch):
-    monkeypatch.setattr("verifiers_rl.cli.config.model_error", lambda name: None)
-    monkeypatch.setenv("PYTHONPATH", "")  # which loading changes
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    for path in make_workspace(name).glob("*.toml"):
-        config = load_run_config(path)
-        (table,) = config.envs
-        for module in (table.id, "my_loss"):
-            monkeypatch.delitem(sys.modules, module, raising=False)
-        (env,) = (one.env for one in config.load_envs())
-        assert env.taskset.config.id == name.replace("skeleton", "my_env")
-        assert str(path.parent) in sys.modules[table.id].__file__
-        if name != "math_python":  # which downloads
-            assert len([*env.taskset]) > 1000 and len([*env.eval_taskset]) == 256
-        monkeypatch.delitem(sys.modules, table.id)
+        if name in OURS:
+            (table,) = config.envs
+            for module in (table.id, "my_loss"):
+                monkeypatch.delitem(sys.modules, module, raising=False)
+            (env,) = (one.env for one in config.load_envs())
+            assert env.taskset.config.id == name.replace("skeleton", "my_env")
+            assert str(path.parent) in sys.modules[table.id].__file__
+            if name != "math_python":  # which downloads
+                assert len([*env.taskset]) > 1000 and len([*env.eval_taskset]) == 256
+            monkeypatch.delitem(sys.modules, table.id)
 
 
 def test_accelerates_files_are_there_and_lead_to_each_other(make_workspace):
@@ -114,48 +112,57 @@ def test_accelerates_files_are_there_and_lead_to_each_other(make_workspace):
         config = yaml.safe_load(path.read_text())
         kinds.add(config["distributed_type"])
         if "deepspeed_config" in config:
-            named = config["deepspeed_config"]["deepspeed_config_file"]
-            assert json.loads((folder / named).read_text())["zero_optimization"]
-    assert kinds == {"FSDP", "DEEPSPEED"}
-    assert len([*(folder / "accelerate").iterdir()]) == 5
+            named = folder / config["deepspeed_config"]["deepspeed_config_file"]
+            assert json.loads(named.read_text())["zero_optimization"]
+    assert kinds == {"FSDP", "DEEPSPEED"} and len([*(folder / "accelerate").iterdir()]) == 5
 
 
-def test_without_an_example_it_is_an_environment_of_ones_own(tmp_path, run_setup):
-    status, said = run_setup(tmp_path)
-    assert status == 0
-    assert {*setup.workspace_files("skeleton")} == {
-        str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()
-    }
-    assert f"    cd {tmp_path}\n    less README.md\n" in said
+@pytest.fixture
+def run_script(make_workspace, monkeypatch, no_models):
+    """Runs a workspace's train.py with these words and a stand-in for RLTrainer. Returns what was
+    called, and the arguments of RLTrainer.
+    """
+
+    def run_script(name, *words):
+        trainer, folder = Mock(), make_workspace(name)
+        for module in (name, "my_env", "my_loss"):
+            monkeypatch.delitem(sys.modules, module, raising=False)
+        monkeypatch.syspath_prepend(folder)
+        monkeypatch.setattr(verifiers_rl, "RLTrainer", trainer, raising=False)
+        monkeypatch.setattr(sys, "argv", ["train.py", *(str(folder / word) for word in words)])
+        runpy.run_path(str(folder / "train.py"), run_name="__main__")
+        calls = [name for name, *_ in trainer.return_value.method_calls]
+        return folder, calls, trainer.call_args.kwargs
+
+    return run_script
 
 
-def test_the_script_of_a_workspace_is_the_run_of_its_toml(make_workspace, monkeypatch):
-    made, calls = {}, []
-
-    class Recorder:
-        def __init__(self, **options):
-            made.update(options)
-
-        def train(self):
-            calls.append("train")
-
-    monkeypatch.setattr("verifiers_rl.cli.config.model_error", lambda name: None)
-    monkeypatch.setattr(verifiers_rl, "RLTrainer", Recorder, raising=False)
-    monkeypatch.setenv("PYTHONPATH", "")
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "alphabet_sort", raising=False)
-    folder = make_workspace("alphabet_sort")
-    monkeypatch.setattr(sys, "argv", ["train.py"])
-    runpy.run_path(str(folder / "train.py"), run_name="__main__")
+def test_the_script_of_a_workspace_is_the_run_of_its_toml(run_script):
+    folder, calls, made = run_script("alphabet_sort")
     assert calls == ["train"] and made["model"] == str(folder / "outputs" / "warm_start")
     assert (made["args"].max_steps, made["args"].learning_rate) == (100, 3e-4)
     (one,) = made["env"]
     assert made["args"].use_cpu is True and one.env.taskset.config.instruction == ""
     assert next(iter(one.env.eval_taskset)).data.prompt.isalpha()
-    monkeypatch.setattr(sys, "argv", ["train.py", str(folder / "rl_gpu.toml")])
+
+
+def test_the_script_of_a_workspace_takes_another_toml(run_script, monkeypatch):
     monkeypatch.setattr(verifiers_rl, "RLConfig", lambda **options: options, raising=False)
-    runpy.run_path(str(folder / "train.py"), run_name="__main__")
+    _, _, made = run_script("alphabet_sort", "rl_gpu.toml")
     assert made["model"] == "Qwen/Qwen3-0.6B" and made["args"]["use_cpu"] is False
+
+
+def test_the_script_of_reverse_text_evaluates_on_tasks_of_its_own(run_script):
+    folder, calls, made = run_script("reverse_text")
+    assert calls == ["evaluate", "train", "evaluate"] and made["args"].groups_per_batch == 8
+    assert made["model"] == str(folder / "outputs" / "warm_start")
+    assert (len([*made["env"]]), len([*made["env"].eval_taskset])) == (4096, 256)
+
+
+def test_the_script_of_the_skeleton_has_its_own_loss(run_script):
+    _, calls, made = run_script("skeleton")
+    assert calls == ["evaluate", "train", "evaluate"]
+    assert made["loss_fn"].__module__ == "my_loss"
 
 
 @pytest.mark.slow
@@ -176,22 +183,16 @@ def test_files_that_are_there_are_named_and_left(tmp_path, run_setup):
     assert status == 1 and "vf-setup: error: " in said
     assert "holds rl.toml, accelerate already; choose another folder" in said
     assert (tmp_path / "rl.toml").read_text() == "mine"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["accelerate", "rl.toml"]
+    assert {path.name for path in tmp_path.iterdir()} == {"accelerate", "rl.toml"}
 
 
-def test_an_unknown_example_is_one_clear_error(tmp_path, run_setup):
-    status, said = run_setup(tmp_path, "--example", "wordl")
-    assert status == 2 and "--example: invalid choice: 'wordl' (choose from 'skeleton', " in said
-    assert not [*tmp_path.iterdir()]
-
-
-def test_its_help_has_each_example_and_what_it_is(run_setup):
+def test_its_help_and_the_index_have_each_example(run_setup):
     status, said = run_setup("--help")
     assert status == 0
+    index = (ROOT / "examples" / "README.md").read_text()
     for name in NAMES:
         assert re.search(rf"^  {name.replace('_', '-')} +\S.{{8}}", said, re.MULTILINE), name
-    index = (ROOT / "examples" / "README.md").read_text()
-    assert all(f"({name}/README.md)" in index for name in NAMES)
+        assert f"({name}/README.md)" in index
 
 
 def test_a_wheel_has_the_examples_where_they_are_looked_for():

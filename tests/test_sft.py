@@ -1,21 +1,21 @@
 """Supervised finetuning by `SFTTrainer`, without a server."""
 
+import json
 import math
 import os
-import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from tests.helpers import ROOT, load_example, make_tiny_llama, make_tiny_model
-from verifiers_rl import LossOutputs, RLConfig
+from verifiers_rl import LossOutputs
 from verifiers_rl.config import ConfigError
-from verifiers_rl.losses import LossInputs, cross_entropy
+from verifiers_rl.losses import cross_entropy
 from verifiers_rl.packing import ModelSupport
-from verifiers_rl.process.interrupts import Interrupted
 from verifiers_rl.report.run_folder import metrics_file, read_metrics
 from verifiers_rl.sft import SFTConfig, SFTTrainer
 from verifiers_rl.sft.trainer import DatasetSource, make_samples
@@ -82,13 +82,9 @@ def mean_loss(model, samples, weights=None):
 # --- The loss and the step ------------------------------------------------------------------------
 
 
-def test_cross_entropy_is_the_weighted_sum_of_surprise():
-    logprobs = torch.tensor([-0.5, -2.0], requires_grad=True)
-    inputs = LossInputs(logprobs, logprobs.detach(), torch.zeros(2), torch.tensor([1.0, 0.5]),
-                        torch.zeros(2, dtype=torch.int64), torch.zeros(2))  # fmt: skip
-    outputs = cross_entropy(inputs)
-    outputs.loss.backward()
-    assert outputs.loss.item() == 1.5 and logprobs.grad.tolist() == [-1.0, -0.5]
+def steps_of(folder):
+    """The rows of metrics.jsonl but the last, which is of the whole run."""
+    return read_metrics(metrics_file(folder))[:-1]
 
 
 def gradients_of_a_step(trainer):
@@ -99,10 +95,14 @@ def gradients_of_a_step(trainer):
     return loss, {n: p.grad.clone() for n, p in trainer.model.named_parameters()}
 
 
-@pytest.mark.parametrize("make_model", [make_tiny_model, make_tiny_llama])
 @pytest.mark.parametrize(
-    ("layout", "normalization"),
-    [("packed", "token"), ("flat", "sequence"), ("padded", "token"), ("packed", "sequence")],
+    ("make_model", "layout", "normalization"),
+    [
+        (make_tiny_model, "packed", "sequence"),
+        (make_tiny_llama, "packed", "token"),
+        (make_tiny_llama, "flat", "sequence"),
+        (make_tiny_model, "padded", "token"),
+    ],
 )
 def test_a_step_equals_a_float64_reference_however_rows_are_packed(
     make_trainer, make_model, layout, normalization
@@ -129,25 +129,6 @@ def test_a_step_equals_a_float64_reference_however_rows_are_packed(
         )
 
 
-def test_a_run_packed_equals_a_run_of_one_sample_a_row(make_trainer, tmp_path):
-    weights = []
-    for name, tokens, layout in (("packed", 128, "packed"), ("one", 2, "padded")):
-        trainer = make_trainer(
-            output_dir=str(tmp_path / name), max_tokens_per_microbatch=tokens,
-            num_train_epochs=2.0, optim="sgd", learning_rate=0.5,
-        )  # fmt: skip
-        trainer.support = ModelSupport(layout)
-        trainer.train()
-        weights.append(trainer.model.state_dict())
-    rows = [read_metrics(metrics_file(tmp_path / name))[:-1] for name in ("packed", "one")]
-    assert len(rows[0]) == 6 and rows[0][0]["loss"] > rows[0][-1]["loss"]
-    assert rows[0][0]["num_microbatches"] < rows[1][0]["num_microbatches"] == 4
-    for packed, one in zip(*rows, strict=True):
-        assert packed["loss"] == pytest.approx(one["loss"], rel=1e-5)
-    for name, value in weights[0].items():
-        torch.testing.assert_close(value, weights[1][name], rtol=1e-4, atol=1e-5, msg=name)
-
-
 def test_an_own_loss_takes_the_place_of_cross_entropy(make_trainer):
     def half(inputs):
         return LossOutputs(cross_entropy(inputs).loss / 2)
@@ -171,8 +152,6 @@ def batches(source, steps):
 
 
 def rows_of(num):
-    import numpy as np
-
     return [[(np.array([i, 0], np.int32), np.array([False, True]))] for i in range(num)]
 
 
@@ -191,11 +170,9 @@ def test_each_epoch_has_each_row_once_and_its_last_batch_what_is_left():
 def test_a_run_with_more_epochs_goes_on_behind_a_finished_one(make_trainer, tmp_path):
     options = {"save_strategy": "steps", "save_steps": 100, "batch_size": 5}
     make_trainer(**options).train()  # 12 rows in batches of 5, 5 and 2
-    resumed = make_trainer(num_train_epochs=2.0, **options)
-    resumed.train(resume_from_checkpoint=True)
-    rows = read_metrics(metrics_file(tmp_path / "run"))[:-1]
-    assert [row["epoch"] for row in rows] == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2])
-    assert resumed.state.global_step == 6
+    make_trainer(num_train_epochs=2.0, **options).train(resume_from_checkpoint=True)
+    epochs = [row["epoch"] for row in steps_of(tmp_path / "run")]
+    assert epochs == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2])
 
 
 def test_a_run_does_not_go_on_with_other_rows_or_batches(make_trainer):
@@ -210,10 +187,8 @@ def test_a_run_does_not_go_on_with_other_rows_or_batches(make_trainer):
 
 
 def test_a_conversation_of_several_samples_is_one_rollout():
-    import numpy as np
-
-    tokens = (np.array([1, 2], np.int32), np.array([False, True]))
-    samples = make_samples([[tokens, tokens], [tokens]])
+    (tokens,), one = rows_of(2)
+    samples = make_samples([[tokens, tokens], one])
     assert [sample.rollout_id for sample in samples] == [0, 0, 1]
     assert [sample.group_id for sample in samples] == [0, 0, 1]
     assert math.isnan(samples[0].inference_logprobs[1]) and not samples[0].inference_logprobs[0]
@@ -247,11 +222,12 @@ def test_a_run_learns_and_leaves_the_model_of_an_rl_run(make_trainer, tmp_path, 
     of_rollouts = {"importance_ratio", "mismatch_kl", "advantage_abs", "staleness", "reward"}
     assert not of_rollouts & rows[0].keys()
     card = (folder / "README.md").read_text()
-    assert "trained by supervised finetuning with" in card and "a batch size of 4" in card
-    assert "[supervised-finetuning, " in card and "- loss: " in card and "Environment" not in card
+    for said in ("trained by supervised finetuning with", "a batch size of 4", "- loss: "):
+        assert said in card
+    assert "[supervised-finetuning, " in card and "Environment" not in card
     out = capsys.readouterr().out
-    assert "data for training: 12 rows with" in out and f"model: {folder}" in out
-    assert "\nloss: " in out and "eval_loss: " in out
+    for said in ("data for training: 12 rows with", f"model: {folder}", "\nloss: ", "eval_loss: "):
+        assert said in out
 
 
 def test_a_resumed_run_is_the_run_that_was_not_stopped(make_trainer, tmp_path):
@@ -262,28 +238,11 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(make_trainer, tmp_path):
     make_trainer(**options).train()
     resumed = make_trainer(**options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
-    names = ("straight", "run")
-    rows = [read_metrics(metrics_file(tmp_path / name))[:-1] for name in names]
-    assert [row["step"] for row in rows[1]] == list(range(1, 10))
-    assert [row["loss"] for row in rows[0]] == [row["loss"] for row in rows[1]]
+    losses = [[(row["step"], row["loss"]) for row in steps_of(tmp_path / name)]
+              for name in ("straight", "run")]  # fmt: skip
+    assert losses[0] == losses[1] and len(losses[0]) == 9
     for name, value in straight.model.state_dict().items():
         assert torch.equal(value, resumed.model.state_dict()[name]), name
-
-
-def test_the_best_model_by_its_held_out_loss_is_loaded(make_trainer, tmp_path):
-    trainer = make_trainer(
-        held_out=conversations(5), max_steps=4, eval_strategy="steps", eval_steps=2,
-        save_strategy="steps", save_steps=2, load_best_model_at_end=True, learning_rate=1e-2,
-    )  # fmt: skip
-    trainer.train()
-    assert trainer.args.metric_for_best_model == "loss"
-    best = min(
-        (row["eval_loss"], row["step"])
-        for row in read_metrics(metrics_file(tmp_path / "run"))
-        if "eval_loss" in row
-    )
-    assert trainer.state.best_global_step == best[1]
-    assert trainer.state.best_metric == pytest.approx(best[0])
 
 
 def test_a_server_of_the_saved_model_stops_where_replies_end(make_trainer, tmp_path, capsys):
@@ -293,60 +252,29 @@ def test_a_server_of_the_saved_model_stops_where_replies_end(make_trainer, tmp_p
     end = trainer.processing_class.convert_tokens_to_ids("<|end|>")
     trainer.train()
     assert GenerationConfig.from_pretrained(tmp_path / "run").eos_token_id == [0, end] and end
-    assert (
-        capsys.readouterr().out.count("replies end with '<|end|>', and the model's server does")
-        == 1
-    )
-    make_trainer(model, output_dir=str(tmp_path / "other"))
-    assert model.generation_config.eos_token_id == [0, end]
-    assert "replies end with" not in capsys.readouterr().out
+    said = "replies end with '<|end|>', and the model's server does"
+    assert capsys.readouterr().out.count(said) == 1
     options = {"use_lora": True, "save_final": "merged", "output_dir": str(tmp_path / "lora")}
-    make_trainer(max_steps=1, **options).train()
+    make_trainer(model, max_steps=1, **options).train()
+    assert said not in capsys.readouterr().out  # the model has it already
     merged = GenerationConfig.from_pretrained(tmp_path / "lora" / "merged")
-    assert merged.eos_token_id in (end, [end])
-
-
-def test_what_a_run_has_trained_is_saved_if_its_held_out_loss_fails_or_a_signal_comes(
-    make_trainer, tmp_path, monkeypatch
-):
-    options = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps",
-               "save_steps": 100, "num_train_epochs": 2.0}  # fmt: skip
-    trainer = make_trainer(held_out=conversations(5), **options)
-    monkeypatch.setattr(trainer, "held_out_loss", lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        trainer.train()
-    assert (tmp_path / "run" / "checkpoint-2").is_dir()
-    other = make_trainer(held_out=conversations(5), output_dir=str(tmp_path / "other"), **options)
-    logprobs = other.token_logprobs
-
-    def at_first(*args):
-        if not other.model.training:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return logprobs(*args)
-
-    monkeypatch.setattr(other, "token_logprobs", at_first)
-    other.args.max_tokens_per_microbatch = 32  # several microbatches
-    with pytest.raises(Interrupted):
-        other.train()
-    assert (tmp_path / "other" / "checkpoint-2").is_dir() and other.state.global_step == 2
+    assert merged.eos_token_id == [0, end]
 
 
 SCRIPT = """
-import sys
+import json, sys
 import tests.sharding_on_cpu
-import torch
 from accelerate.state import AcceleratorState
 from tests.helpers import load_example
 from tests.test_sft import conversations
 from verifiers_rl.sft import SFTConfig, SFTTrainer
 
-folder, *kinds = sys.argv[1:]
+folder, options, *kinds = sys.argv[1:]
 for kind in kinds:
     sharding = {"fsdp": True, "fsdp_config": {"version": 2}} if kind == "fsdp2" else {}
     args = SFTConfig(
-        output_dir=f"{folder}/{kind}", use_cpu=True, use_lora=False, batch_size=5, max_seq_len=32,
-        max_tokens_per_microbatch=40, learning_rate=0.3, num_train_epochs=2.0, optim="sgd",
-        eval_strategy="steps", eval_steps=2, save_strategy="no", disable_tqdm=True, **sharding,
+        output_dir=f"{folder}/{kind}", use_cpu=True, use_lora=False, max_seq_len=32,
+        save_strategy="no", disable_tqdm=True, **sharding, **json.loads(options),
     )
     trainer = SFTTrainer(
         f"{folder}/base", args, conversations() if args.process_index == 0 else None,
@@ -362,26 +290,25 @@ for kind in kinds:
 def test_two_ranks_equal_one(make_trainer, tmp_path):
     make_tiny_model().save_pretrained(tmp_path / "base")
     (tmp_path / "train.py").write_text(SCRIPT)
+    options = {"batch_size": 5, "max_tokens_per_microbatch": 40, "learning_rate": 0.3}
+    options |= {"num_train_epochs": 2.0, "optim": "sgd", "eval_strategy": "steps", "eval_steps": 2}
     paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [str(tmp_path / "train.py"), str(tmp_path), "ddp", "fsdp2"]
+    command += [str(tmp_path / "train.py"), str(tmp_path), json.dumps(options), "ddp", "fsdp2"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True,
                           timeout=300)  # fmt: skip
     assert done.returncode == 0, done.stderr[-5000:]
-    make_trainer(
-        str(tmp_path / "base"), held_out=conversations(5), output_dir=str(tmp_path / "one"),
-        batch_size=5, max_tokens_per_microbatch=40, learning_rate=0.3, num_train_epochs=2.0,
-        optim="sgd", eval_strategy="steps", eval_steps=2,
-    ).train()  # fmt: skip
-    wanted = read_metrics(metrics_file(tmp_path / "one"))[:-1]
-    weights = AutoModelForCausalLM.from_pretrained(tmp_path / "one").state_dict()
+    one = tmp_path / "one"
+    base = str(tmp_path / "base")
+    make_trainer(base, held_out=conversations(5), output_dir=str(one), **options).train()
+    weights = AutoModelForCausalLM.from_pretrained(one).state_dict()
     for kind in ("ddp", "fsdp2"):
-        rows = read_metrics(metrics_file(tmp_path / kind))[:-1]
-        assert len(rows) == len(wanted) == 6 + 3  # the last batch of an epoch has 2 rows
-        for row, one in zip(rows, wanted, strict=True):
-            for name in one.keys() & {"loss", "eval_loss", "grad_norm", "num_tokens", "epoch"}:
-                assert row[name] == pytest.approx(one[name], rel=1e-5), (kind, name)
+        rows = steps_of(tmp_path / kind)
+        assert len(rows) == 6 + 3  # the last batch of an epoch has 2 rows
+        for row, wanted in zip(rows, steps_of(one), strict=True):
+            for name in wanted.keys() & {"loss", "eval_loss", "grad_norm", "num_tokens", "epoch"}:
+                assert row[name] == pytest.approx(wanted[name], rel=1e-5), (kind, name)
         model = AutoModelForCausalLM.from_pretrained(tmp_path / kind).state_dict()
         for name, value in weights.items():
             torch.testing.assert_close(model[name], value, rtol=1e-5, atol=1e-6, msg=name)
@@ -394,19 +321,13 @@ def test_two_ranks_equal_one(make_trainer, tmp_path):
     ("options", "problem"),
     [
         ({"temperature": 0.7}, "temperature=0.7 has no effect in SFTTrainer: logprobs are taken"),
-        ({"rollouts_per_example": 4}, "rollouts_per_example=4 has no effect in SFTTrainer"),
         ({"gradient_masks": {"ratio": {}}}, "gradient_masks=.* there are no importance ratios"),
         ({"sampling_mask": True}, "sampling_mask=True has no effect in SFTTrainer: the data has"),
-        ({"router_replay": True}, "router_replay=True has no effect in SFTTrainer"),
         ({"max_steps": 0}, "max_steps=0: must be >= 1, or -1"),
         ({"max_steps": 5, "num_train_epochs": 2.0}, "without effect beside max_steps=5"),
         ({"loss": "cispo"}, "loss='cispo': must be one of cross_entropy, or module:function"),
-        ({"loss_args": {"a": 1}}, "there is no 'a'"),
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 has no effect"),
         ({"packing": True}, "packing: docs/reference.md lists the options"),
-        ({"vllm_server_port": 8001}, "vllm_server_port=8001 has no effect in SFTTrainer"),
         ({"metric_for_best_model": "reward"}, "metric_for_best_model='reward': must be 'loss'"),
-        ({"batch_sise": 5}, "batch_sise: did you mean 'batch_size'"),
     ],
 )
 def test_an_option_that_cannot_work_is_named(options, problem):
@@ -414,38 +335,28 @@ def test_an_option_that_cannot_work_is_named(options, problem):
         SFTConfig(use_cpu=True, **options).complete_loss(None)
 
 
-def test_arguments_that_cannot_work_are_named(make_trainer, tokenizer):
-    with pytest.raises(ConfigError, match="expected an SFTConfig, got RLConfig"):
-        SFTTrainer(make_tiny_model(), RLConfig(use_cpu=True), [], processing_class=tokenizer)
-    with pytest.raises(ConfigError, match="there is nothing to evaluate on"):
-        make_trainer(eval_strategy="steps", eval_steps=1)
-    with pytest.raises(ConfigError, match=r"evaluate\(\) takes the rows of SFTTrainer"):
-        make_trainer().evaluate()
-    with pytest.raises(ConfigError, match="data for training, row 0: has the columns question"):
-        make_trainer(rows=[{"question": "?"}])
-    with pytest.raises(ConfigError, match="takes no argument 'reward_funcs'"):
-        make_trainer(others={"reward_funcs": []})
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"eval_strategy": "steps", "eval_steps": 1}, "there is nothing to evaluate on"),
+        ({"rows": [{"question": "?"}]}, "data for training, row 0: has the columns question"),
+        ({"others": {"reward_funcs": []}}, "takes no argument 'reward_funcs'"),
+    ],
+)
+def test_arguments_that_cannot_work_are_named(make_trainer, arguments, problem):
+    with pytest.raises(ConfigError, match=problem):
+        make_trainer(**arguments)
 
 
-def test_a_token_that_the_model_has_no_embedding_for_is_named():
+@pytest.mark.parametrize(
+    ("rows", "held_out", "where"),
+    [
+        (["a", "a<new>"], [], "data for training, row 1"),
+        (["a"], ["<new>b"], "data for evaluations, row 0"),
+    ],
+)
+def test_a_token_that_the_model_has_no_embedding_for_is_named(rows, held_out, where):
     tokenizer = load_example("warm_start").make_tokenizer(["<new>"])  # behind the model's 261
-    for rows, held_out, where in (
-        ([{"text": "a"}, {"text": "a<new>"}], None, "data for training, row 1"),
-        ([{"text": "a"}], [{"text": "<new>b"}], "data for evaluations, row 0"),
-    ):
-        with pytest.raises(ConfigError, match=rf"{where}: it has token 261 \('<new>'\).* 261 rows"):
-            SFTTrainer(
-                make_tiny_model(), SFTConfig(use_cpu=True), rows, held_out,
-                processing_class=tokenizer,
-            )  # fmt: skip
-
-
-def test_options_of_the_data_change_what_is_trained(make_trainer):
-    def first_batch(**options):
-        trainer = make_trainer(**options)
-        trainer.orchestrator.submit(0, "", 0)
-        return [sample.token_ids.tolist() for sample in trainer.orchestrator.get().samples]
-
-    plain = first_batch()
-    assert first_batch(seed=7) != plain != first_batch(shuffle=False)
-    assert max(map(len, first_batch(max_seq_len=8))) == 8 < max(map(len, plain))
+    data = [[{"text": text} for text in texts] or None for texts in (rows, held_out)]
+    with pytest.raises(ConfigError, match=rf"{where}: it has token 261 \('<new>'\).* 261 rows"):
+        SFTTrainer(make_tiny_model(), SFTConfig(use_cpu=True), *data, processing_class=tokenizer)

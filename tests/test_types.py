@@ -10,35 +10,28 @@ def make_sample(versions=(-1, 0, 0)):
     return Sample([1, 2, 3], [False, True, True], [0.0, -1.0, -1.0], versions)
 
 
-def test_arrays_of_different_length_are_refused():
-    with pytest.raises(ValueError, match=r"one length.*'loss_mask': \(1,\)"):
-        Sample([1, 2], [False], [0.0, 0.0], [0, 0])
-    with pytest.raises(ValueError, match=r"one length.*'advantages': \(2,\)"):
-        Sample([1], [False], [0.0], [0], [0.5, 0.5])
-    with pytest.raises(ValueError, match="one length >= 1"):
-        Sample([], [], [], [])
-    with pytest.raises(ValueError, match="one length"):  # two samples in one
-        Sample(*np.zeros((4, 2, 3)))
-
-
-def test_loss_on_the_first_token_is_refused():
-    with pytest.raises(ValueError, match="no token comes before"):
-        Sample([1], [True], [0.0], [0])
+@pytest.mark.parametrize(
+    ("columns", "problem"),
+    [
+        (([1, 2], [False], [0.0, 0.0], [0, 0]), r"one length.*'loss_mask': \(1,\)"),
+        (([1], [False], [0.0], [0], [0.5, 0.5]), r"one length.*'advantages': \(2,\)"),
+        (([], [], [], []), "one length >= 1"),
+        (np.zeros((4, 2, 3)), "one length"),  # two samples in one
+        (([1], [True], [0.0], [0]), "no token comes before"),
+    ],
+)
+def test_columns_that_cannot_be_a_sample_are_refused(columns, problem):
+    with pytest.raises(ValueError, match=problem):
+        Sample(*columns)
 
 
 def test_lists_become_arrays_and_arrays_are_kept():
     ids = np.array([1, 2, 3], np.int32)
     sample = Sample(ids, [0, 1, 1], [0, -1, -1], [-1, 0, 0])
     assert sample.token_ids is ids
-    found = {name: getattr(sample, name).dtype for name in Sample.DTYPES}
-    assert found == {
-        "token_ids": np.int32,
-        "loss_mask": np.bool_,
-        "inference_logprobs": np.float32,
-        "policy_versions": np.int32,
-        "advantages": np.float32,
-    }
-    assert sum(getattr(sample, name).nbytes for name in Sample.DTYPES) == 17 * 3
+    columns = [getattr(sample, name) for name in Sample.DTYPES]
+    assert [column.dtype for column in columns] == [*Sample.DTYPES.values()]
+    assert sum(column.nbytes for column in columns) == 17 * 3
     with pytest.raises(OverflowError):
         Sample([2**31], [False], [0.0], [0])
 
@@ -61,30 +54,24 @@ def test_a_rollouts_advantage_is_the_mean_over_its_loss_tokens():
     rollout.set_advantage([9.0, 1.0, 2.0, 9.0, 3.0, 6.0])  # the first of each has no loss
     assert rollout.advantage == 3.0
     assert [s.advantages.tolist() for s in rollout.samples] == [[0, 1, 2], [0, 3, 6]]
-    with pytest.raises(ValueError, match=r"5 advantages.* 6 tokens"):
-        rollout.set_advantage([0.0] * 5)
-
-
-def test_a_rollout_without_samples_takes_no_advantages():
-    rollout = Rollout(0, "")
-    rollout.set_advantage([])
-    rollout.set_advantage(0.5)
-    assert rollout.advantage == 0.5
-    with pytest.raises(ValueError, match=r"1 advantages .* 0 tokens"):
-        rollout.set_advantage([1.0])
+    empty = Rollout(0, "")
+    empty.set_advantage([])
+    empty.set_advantage(0.5)
+    assert empty.advantage == 0.5
+    for wrong, problem in ((rollout, r"1 advantages.* 6 tokens"), (empty, r"1 adv.* 0 tokens")):
+        with pytest.raises(ValueError, match=problem):
+            wrong.set_advantage([1.0])
 
 
 def test_columns_of_one_name_have_the_type_that_holds_all_their_numbers():
-    columns = [np.arange(3), np.array([0.0, 0.5, 1.0]), None]
-    samples = [make_sample() for _ in columns]
-    for sample, column in zip(samples, columns, strict=True):
-        sample.extras = {} if column is None else {"own": column}
-    for order in ([0, 1, 2], [1, 0, 2]):
-        kept = [samples[i] for i in order]
-        assert columns_of(kept)["own"] == np.float64
-        joined = join_column([(3, sample.extras.get("own")) for sample in kept])
-        expected = [columns[i].tolist() if columns[i] is not None else None for i in order]
-        assert [joined[:3].tolist(), joined[3:6].tolist()] == expected[:2]
+    columns = [np.arange(3), np.array([0.0, 0.5, 1.0])]
+    for order in (columns, columns[::-1]):
+        samples = [make_sample() for _ in range(3)]
+        for sample, column in zip(samples, order, strict=False):
+            sample.extras = {"own": column}
+        assert columns_of(samples)["own"] == np.float64
+        joined = join_column([(3, sample.extras.get("own")) for sample in samples])
+        assert joined[:6].tolist() == np.concatenate(order).tolist()
         assert np.isnan(joined[6:]).all()
 
 

@@ -67,34 +67,20 @@ def test_a_loss_and_an_advantage_are_found_by_their_names(folder):
         ({"loss": "no_such_module:loss"}, "loss='no_such_module:loss': no module 'no_such_module'"),
         ({"loss": "code_of_user:lost"}, r"loss='code_of_user:lost': in .*py, it has no 'lost'"),
         ({"loss": "code_of_user:number"}, "code_of_user.py, it is not callable"),
-        (
-            {"loss": "code_of_user:loss", "loss_args": {"size": 1}},
-            "loss_args of loss='code_of_user:loss': there is no 'size'; there is scale",
-        ),
-        (
-            {"gradient_masks": {"code_of_user:lost": {}}},
-            r"gradient_masks='code_of_user:lost': in .*py, it has no 'lost'",
-        ),
+        ({"loss": "code_of_user:loss", "loss_args": {"size": 1}}, "there is no 'size'; there is s"),
+        ({"gradient_masks": {"code_of_user:lost": {}}}, "gradient_masks='code_of_user:lost': in "),
         ({"advantage": "no.such:name"}, "advantage='no.such:name': no module 'no'"),
     ],
 )
 def test_a_name_that_leads_nowhere_is_one_clear_error(folder, options, message):
     args = config(folder, **options)
     with pytest.raises(ConfigError, match=message):
-        args.make_loss()
-        args.make_masks()
-        args.make_advantage()
+        args.complete_loss(None), args.make_advantage()
 
 
 def test_an_error_of_the_users_own_module_is_shown_as_it_is(folder):
     with pytest.raises(ModuleNotFoundError, match="no_such_library"):
         config(folder, loss="broken_code:loss").make_loss()
-
-
-@pytest.mark.parametrize("loss", ["my loss", "a:b:c", "module.loss", "module:"])
-def test_what_is_no_name_of_code_is_no_loss(tmp_path, loss):
-    with pytest.raises(ConfigError, match=r"must be one of cispo, .* or module:function"):
-        config(tmp_path, loss=loss)
 
 
 def write_toml(folder, trainer):
@@ -120,11 +106,8 @@ def test_a_toml_names_the_class_of_its_trainer(folder):
         ('class = "code_of_user:loss"', "code_of_user:loss': must be a class that extends tra"),
         ('class = "code_of_user:Lost"', r"\[trainer\] class='code_of_user:Lost': in .* has no"),
         ('[trainer.args]\nloss = "code_of_user:lost"', "loss='code_of_user:lost': in .* has no"),
-        ('[trainer.args]\ngradient_masks = { "no:f" = {} }', "gradient_masks='no:f': no module"),
-        ('[trainer.args]\nadvantage = "nowhere:f"', "advantage='nowhere:f': no module 'nowhere'"),
     ],
 )
 def test_a_toml_with_a_name_that_leads_nowhere_is_one_clear_error(folder, trainer, message):
     with pytest.raises((TomlError, ConfigError), match=message):
-        args = write_toml(folder, trainer).make_args(use_cpu=True)
-        args.complete_loss(None), args.make_advantage()
+        write_toml(folder, trainer).make_args(use_cpu=True).complete_loss(None)

@@ -3,14 +3,14 @@
 import asyncio
 import json
 import runpy
-import sys
+import tomllib
 from functools import partial
-from pathlib import Path
 
 import pytest
 import verifiers.v1 as vf
 
 from tests.helpers import load_example, make_request, only_runner
+from tests.test_environments_v1 import HERE, on_the_path  # noqa: F401
 from verifiers_rl import RLConfig, WeightedEnv
 from verifiers_rl.data import ENDLESS, order_examples
 from verifiers_rl.envs.base import InvalidEnvironmentError
@@ -18,13 +18,10 @@ from verifiers_rl.envs.chat_harness import IN_PROCESS
 from verifiers_rl.envs.make import make_runner
 from verifiers_rl.envs.v1_loading import NUM_KEPT, TaskStream, load_v1_environment
 
-HERE = Path(__file__).parent / "v1"
 
-
-@pytest.fixture(autouse=True)
-def on_the_path(monkeypatch):
-    monkeypatch.syspath_prepend(str(HERE))
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
+def toml(*lines):
+    """What these lines of an `[env]` make, in a folder with the modules of tests/v1."""
+    return load_v1_environment(tomllib.loads("\n".join(lines)), HERE)
 
 
 def runner_of(env, tmp_path, tokenizer=None, **options):
@@ -120,12 +117,10 @@ def run_script(tmp_path, monkeypatch, capsys):
 
 def test_a_taskset_in_the_script_that_runs_is_played(run_script):
     *lines, shown = run_script()
-    alone = ["SingleAgentEnv"]
     assert json.loads(shown) == [
-        ["plain", *alone, [1], ["verifiers_rl"]],
-        ["plain", *alone, [1], ["verifiers_rl"]],
-        ["mine 0", *alone, [3], ["verifiers_rl"]],  # this very one, not another of its class
-        ["own 0", *alone, [2], ["verifiers_rl"]],
+        [prompt, "SingleAgentEnv", [size], ["verifiers_rl"]]
+        # The third is this very one, not another of its class.
+        for prompt, size in (("plain", 1), ("plain", 1), ("mine 0", 3), ("own 0", 2))
     ]
     assert lines[2].startswith("environment: agent plays in verifiers_rl's chat")
 
@@ -146,29 +141,20 @@ def test_an_environment_in_the_script_plays_its_tasksets(run_script):
 def test_an_id_a_taskset_and_a_toml_are_played_alike(tmp_path):
     from fix_it import FixItConfig, FixItTaskset
 
-    from_toml = load_v1_environment({"taskset": {"id": "fix_it", "num_tasks": 2}})
     taskset = FixItTaskset(FixItConfig(id="fix_it"))
+    from_toml = toml('taskset = { id = "fix_it", num_tasks = 2 }', "eval_taskset.num_tasks = 1")
     for env in (from_toml, "fix_it", taskset, FixItTaskset(FixItConfig())):
         runner = runner_of(env, tmp_path)
         assert type(runner.env).__name__ == "FixItEnv" and runner.sizes("train") == [2]
         assert list(runner.env.config.agent_harnesses()) == ["fixer"]
-    assert runner_of(taskset, tmp_path).env.taskset is taskset
-    assert runner_of(taskset, tmp_path).env.config.taskset.num_tasks == 2
+        assert runner.sizes("eval") == [1 if env is from_toml else 2]
+    played = runner_of(taskset, tmp_path).env
+    assert played.taskset is taskset and played.config.taskset.num_tasks == 2
 
 
-def test_a_taskset_beside_several_environments_says_what_to_pass(tmp_path, monkeypatch):
+def test_a_taskset_that_cannot_be_played_says_what_to_pass(tmp_path, monkeypatch):
     import fix_it
 
-    class Other(fix_it.FixItEnv):
-        pass
-
-    monkeypatch.setattr(fix_it, "Other", Other, raising=False)
-    monkeypatch.setattr(fix_it, "__all__", [*fix_it.__all__, "Other"])
-    with pytest.raises(InvalidEnvironmentError, match=r"exports 2 Env .*FixItEnv.*Other"):
-        runner_of(fix_it.FixItTaskset(fix_it.FixItConfig()), tmp_path)
-
-
-def test_a_taskset_that_lost_its_config_says_so(tmp_path):
     class Forgetful(vf.Taskset):
         def __init__(self):
             pass
@@ -178,40 +164,49 @@ def test_a_taskset_that_lost_its_config_says_so(tmp_path):
 
     with pytest.raises(InvalidEnvironmentError, match=r"call super\(\).__init__\(config\)"):
         runner_of(Forgetful(), tmp_path)
+    monkeypatch.setattr(fix_it, "Other", type("Other", (fix_it.FixItEnv,), {}), raising=False)
+    monkeypatch.setattr(fix_it, "__all__", [*fix_it.__all__, "Other"])
+    with pytest.raises(InvalidEnvironmentError, match=r"exports 2 Env .*FixItEnv.*Other"):
+        runner_of(fix_it.FixItTaskset(fix_it.FixItConfig()), tmp_path)
 
 
 # --- One default harness --------------------------------------------------------------------------
 
-
-def harnesses(env):
-    return {
-        role: (harness.id, getattr(env.config, role).runtime.type)
-        for role, harness in env.config.agent_harnesses().items()
-    }
+SMALL, FIX_IT = 'taskset.id = "small_tasks"', 'taskset.id = "fix_it"'
+BASH = 'harness.id = "bash"'
+DOCKER = 'runtime.type = "docker"'
 
 
-def test_without_a_harness_agents_chat_here_from_a_toml_as_from_a_script(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ("small_tasks", ("agent", "verifiers_rl", "subprocess")),
+        ([SMALL], ("agent", "verifiers_rl", "subprocess")),
+        ([SMALL, 'agent.harness.id = "null"'], ("agent", "verifiers_rl", "subprocess")),
+        ([SMALL, f"agent.{DOCKER}"], ("agent", "verifiers_rl", "docker")),
+        ([FIX_IT], ("fixer", "verifiers_rl", "subprocess")),
+        ([FIX_IT, f"fixer.{DOCKER}", f"fixer.{BASH}"], ("fixer", "bash", "docker")),
+        # It runs no programs of the model.
+        (
+            [SMALL, 'agent.harness.id = "streaming_harness"'],
+            ("agent", "streaming_harness", "subprocess"),
+        ),
+    ],
+)
+def test_agents_chat_here_unless_another_harness_is_set(tmp_path, monkeypatch, env, expected):
+    import streaming_harness
+
+    monkeypatch.setattr(streaming_harness.StreamingHarness, "EXECUTES_CODE", False)
+    config = runner_of(toml(*env) if isinstance(env, list) else env, tmp_path).env.config
+    ((role, harness),) = config.agent_harnesses().items()
+    assert (role, harness.id, getattr(config, role).runtime.type) == expected
+
+
+def test_a_harness_that_runs_programs_of_the_model_needs_a_sandbox(tmp_path, monkeypatch):
     monkeypatch.delenv("PRIME_API_KEY", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    chat = ("verifiers_rl", "subprocess")
-    small, fix_it = {"taskset": {"id": "small_tasks"}}, {"taskset": {"id": "fix_it"}}
-    own = {"agent": {"harness": {"id": "streaming_harness"}}}
-    docker = {"runtime": {"type": "docker"}}
-    for table, expected in (
-        (small, {"agent": chat}),
-        (small | {"agent": {"harness": {"id": "null"}}}, {"agent": chat}),
-        (small | {"agent": docker}, {"agent": ("verifiers_rl", "docker")}),
-        (fix_it, {"fixer": chat}),
-        (fix_it | {"fixer": docker | {"harness": {"id": "bash"}}}, {"fixer": ("bash", "docker")}),
-    ):
-        assert harnesses(runner_of(load_v1_environment(table), tmp_path).env) == expected
-    assert harnesses(runner_of("small_tasks", tmp_path).env) == {"agent": chat}
-    # One that runs programs of the model is in a sandbox; this one runs none.
-    monkeypatch.setattr("streaming_harness.StreamingHarness.EXECUTES_CODE", False)
-    found = harnesses(runner_of(load_v1_environment(small | own), tmp_path).env)
-    assert found == {"agent": ("streaming_harness", "subprocess")}
     with pytest.raises(InvalidEnvironmentError) as caught:
-        runner_of(load_v1_environment(small | {"agent": {"harness": {"id": "bash"}}}), tmp_path)
+        runner_of(toml(SMALL, f"agent.{BASH}"), tmp_path)
     assert "the agent 'agent' plays in the harness 'bash', by verifiers' default" in str(
         caught.value
     )
@@ -220,18 +215,15 @@ def test_without_a_harness_agents_chat_here_from_a_toml_as_from_a_script(tmp_pat
 
 def test_a_tasksets_own_harness_stays_its_default(tmp_path, monkeypatch):
     import small_tasks
-    import streaming_harness
+    from streaming_harness import StreamingHarness
 
-    monkeypatch.setattr(streaming_harness.StreamingHarness, "EXECUTES_CODE", False)
-    harness = streaming_harness.StreamingHarness
-    monkeypatch.setattr(small_tasks, "StreamingHarness", harness, raising=False)
+    monkeypatch.setattr(StreamingHarness, "EXECUTES_CODE", False)
+    monkeypatch.setattr(small_tasks, "StreamingHarness", StreamingHarness, raising=False)
     monkeypatch.setattr(small_tasks, "__all__", ["SmallTaskset", "StreamingHarness"])
-    from_toml = load_v1_environment({"taskset": {"id": "small_tasks"}})
-    taskset = small_tasks.SmallTaskset(small_tasks.SmallConfig())
-    for env in (from_toml, taskset):
-        runner = runner_of(env, tmp_path)
-        assert type(runner.env._harnesses["agent"]) is harness
-        assert runner.env.config.agent.runtime.type == "subprocess"
+    for env in (toml(SMALL), small_tasks.SmallTaskset(small_tasks.SmallConfig())):
+        played = runner_of(env, tmp_path).env
+        assert type(played._harnesses["agent"]) is StreamingHarness
+        assert played.config.agent.runtime.type == "subprocess"
 
 
 def test_an_environment_of_the_script_is_played_as_it_is(tmp_path):
@@ -240,8 +232,7 @@ def test_an_environment_of_the_script_is_played_as_it_is(tmp_path):
             super().__init__(config)
             self.judge, self.bonus = judge, 1
 
-    table = load_v1_environment({"taskset": {"id": "small_tasks"}})
-    env = Own(table.config, "a judge")
+    env = Own(toml(SMALL).config, "a judge")
     env.bonus = 5  # changed since it was made
     played = runner_of(env, tmp_path).env
     assert (type(played), played.judge, played.bonus) == (Own, "a judge", 5)
@@ -250,10 +241,9 @@ def test_an_environment_of_the_script_is_played_as_it_is(tmp_path):
 
 
 def test_the_line_at_the_start_says_what_is_played_where(tmp_path, capsys):
-    docker = {"harness": {"id": "bash"}, "runtime": {"type": "docker"}}
     mix = [
         WeightedEnv("fix_it", "fix"),
-        WeightedEnv(load_v1_environment({"taskset": {"id": "small_tasks"}, "agent": docker}), "b"),
+        WeightedEnv(toml(SMALL, f"agent.{BASH}", f"agent.{DOCKER}"), "b"),
         WeightedEnv("stream_tasks", "s"),
     ]
     runner_of(mix, tmp_path, eval_examples=5)
@@ -270,70 +260,52 @@ def test_the_line_at_the_start_says_what_is_played_where(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("table", "message"),
+    ("lines", "message"),
     [
         (
-            {"taskset": {"id": "small_task"}},
+            'taskset.id = "small_task"',
             r"taskset 'small_task' not found .* nor beside the TOML in .*v1: No module named "
             r"'small_task'; did you mean 'small_tasks'\?",
         ),
         (
-            {"taskset": {"id": "small_tasks", "num_task": 3}},
-            r"\[env.taskset\] has an unknown key 'num_task'; did you mean 'num_tasks'\?",
-        ),
-        (
-            {"taskset": {"id": "small_tasks", "num_tasks": "three"}},
-            r"\[env.taskset\] num_tasks='three': .*integer",
-        ),
-        (
-            {"taskset": {"id": "small_tasks"}, "eval_taskset": {"num_task": 3}},
+            f"{SMALL}\neval_taskset.num_task = 3",
             r"\[env.eval_taskset\] has an unknown key 'num_task'; did you mean 'num_tasks'\?",
         ),
+        (f'{SMALL}\nid = "fixit"', r"environment 'fixit' not found .*; did you mean 'fix_it'\?"),
         (
-            {"taskset": {"id": "small_tasks"}, "id": "fixit"},
-            r"environment 'fixit' not found .*; did you mean 'fix_it'\?",
-        ),
-        (
-            {"taskset": {"id": "small_tasks"}, "agent": {"harness": {"id": "nul"}}},
+            f'{SMALL}\nagent.harness.id = "nul"',
             r"harness 'nul' not found .*; did you mean 'null'\?",
         ),
         (
-            {
-                "taskset": {"id": "small_tasks"},
-                "agent": {"harness": {"id": "null", "tool_time": 3}},
-            },
+            f'{SMALL}\nagent.harness = {{ id = "null", tool_time = 3 }}',
             r"\[env.agent.harness\] has an unknown key 'tool_time'; did you mean 'tool_timeout'\?",
         ),
         (
-            {"taskset": {"id": "small_tasks"}, "agent": {"max_turn": 3}},
+            f"{SMALL}\nagent.max_turn = 3",
             r"\[env.agent\] has an unknown key 'max_turn'; did you mean 'max_turns'\?",
         ),
         (
-            {"taskset": {"id": "small_tasks"}, "agents": {"max_turns": 3}},
+            f"{SMALL}\nagents.max_turns = 3",
             r"\[env\] has an unknown key 'agents'; did you mean 'agent'\?",
         ),
         (
-            {"taskset": {"id": "fix_it"}, "harness": {"id": "null"}},
+            f'{FIX_IT}\nharness.id = "null"',
             r"\[env\]:? a harness belongs to a seat: ",
         ),
-        (
-            {"taskset": {"id": "needy"}},
-            r"taskset 'needy' not found .*: No module named 'not_there'",
-        ),
-        ({"taskset": {"id": "bare"}}, r"'bare' defines no `__all__`"),
-        ({"id": "unlucky"}, "cannot load the environment 'unlucky': ValueError: no luck"),
+        ('taskset.id = "needy"', r"taskset 'needy' not found .*: No module named 'not_there'"),
+        ('taskset.id = "bare"', r"'bare' defines no `__all__`"),
+        ('id = "unlucky"', "cannot load the environment 'unlucky': ValueError: no luck"),
     ],
 )
-def test_what_a_toml_has_wrong_is_one_line_with_key_value_and_hint(table, message, tmp_path):
+def test_what_a_toml_has_wrong_is_one_line_with_key_value_and_hint(
+    lines, message, tmp_path, monkeypatch
+):
     (tmp_path / "needy.py").write_text("import not_there\n")
     (tmp_path / "bare.py").write_text("")
     (tmp_path / "unlucky.py").write_text("raise ValueError('no luck')\n")
-    sys.path.insert(0, str(tmp_path))
-    try:
-        with pytest.raises(InvalidEnvironmentError, match=message) as caught:
-            load_v1_environment(table, HERE)
-    finally:
-        sys.path.remove(str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(InvalidEnvironmentError, match=message) as caught:
+        toml(lines)
     assert len(str(caught.value).splitlines()) == 1
 
 
@@ -353,14 +325,14 @@ def test_a_stream_is_trained_in_its_order_after_the_tasks_of_evaluations(tmp_pat
 
 
 def test_evaluations_of_a_stream_may_have_a_taskset_of_their_own(tmp_path):
-    table = {"taskset": {"id": "stream_tasks"}, "eval_taskset": {"name_of_task": "held out"}}
-    runner = runner_of(load_v1_environment(table), tmp_path, eval_examples=2)
+    env = toml('taskset.id = "stream_tasks"', 'eval_taskset.name_of_task = "held out"')
+    runner = runner_of(env, tmp_path, eval_examples=2)
     assert prompts(runner, range(2), "eval") == ["held out 0", "held out 1"]
     assert prompts(runner, range(2)) == ["task 0", "task 1"]
 
 
 def test_streams_and_lists_mix_by_weight(tmp_path):
-    other = load_v1_environment({"taskset": {"id": "stream_tasks", "name_of_task": "other"}})
+    other = toml('taskset = { id = "stream_tasks", name_of_task = "other" }')
     mix = [
         WeightedEnv("stream_tasks", "a"),
         WeightedEnv("small_tasks", "b", 2),
@@ -369,10 +341,11 @@ def test_streams_and_lists_mix_by_weight(tmp_path):
     runner = runner_of(mix, tmp_path, eval_examples=1)
     assert runner.sizes("train") == [ENDLESS, 4, ENDLESS]
     order = partial(order_examples, sizes=runner.sizes("train"), weights=runner.weights)
-    asked = []
+    asked = {"task": [], "other": [], "question": []}
 
     async def note(self, request):
-        asked.append((await self.task(request.split, request.index)).data.prompt)
+        word, number = (await self.task(request.split, request.index)).data.prompt.split()
+        asked[word].append(int(number))
         return []
 
     for part in runner.parts["train"]:
@@ -383,11 +356,10 @@ def test_streams_and_lists_mix_by_weight(tmp_path):
             await runner.run_group(make_request(index))
 
     asyncio.run(ask())
-    by_env = {word: [p for p in asked if p.startswith(word)] for word in ("task", "other", "quest")}
     for word in ("task", "other"):
-        assert by_env[word] == [f"{word} {i + 1}" for i in range(len(by_env[word]))]
-        assert 8 <= len(by_env[word]) <= 12
-    assert len(by_env["quest"]) + sum(len(by_env[w]) for w in ("task", "other")) == 40
+        assert asked[word] == [i + 1 for i in range(len(asked[word]))]
+        assert 8 <= len(asked[word]) <= 12
+    assert sum(map(len, asked.values())) == 40
     assert order(range(20, 40)) == order(range(40))[20:]
 
 
@@ -409,8 +381,8 @@ def test_a_stream_keeps_few_tasks_in_memory_and_makes_each_once():
 
 
 def test_a_stream_that_ends_says_after_how_many_tasks(tmp_path):
-    table = {"taskset": {"id": "stream_tasks", "end": 4}}
-    runner = runner_of(load_v1_environment(table), tmp_path, eval_examples=2)
+    env = toml('taskset = { id = "stream_tasks", end = 4 }')
+    runner = runner_of(env, tmp_path, eval_examples=2)
     assert prompts(runner, range(2)) == ["task 2", "task 3"]
     with pytest.raises(InvalidEnvironmentError, match="infinite and ended after 4 tasks"):
         prompts(runner, [2])
@@ -418,12 +390,11 @@ def test_a_stream_that_ends_says_after_how_many_tasks(tmp_path):
 
 def test_overlong_prompts_are_left_out_of_a_stream(tmp_path):
     tokenizer = load_example("warm_start").make_tokenizer()
-    table = {"taskset": {"id": "stream_tasks", "padding": 50}}
-    limits = {"max_prompt_len": 30, "eval_examples": 2}
-    runner = runner_of(load_v1_environment(table), tmp_path, tokenizer, **limits)
+    env = toml('taskset = { id = "stream_tasks", padding = 50 }')
+    runner = runner_of(env, tmp_path, tokenizer, max_prompt_len=30, eval_examples=2)
     assert prompts(runner, range(2), "eval") == ["task 0", "task 2"]
     assert prompts(runner, range(2)) == ["task 4", "task 6"]
     with pytest.raises(
         InvalidEnvironmentError, match=r"1000 tasks .* longer than max_prompt_len=3"
     ):
-        runner_of(load_v1_environment(table), tmp_path, tokenizer, max_prompt_len=3)
+        runner_of(env, tmp_path, tokenizer, max_prompt_len=3)

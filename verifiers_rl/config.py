@@ -524,7 +524,7 @@ class RLConfig(TrainingArguments):
     of 0 all tokens. On a command line, write JSON."""
     log_rollouts: Share = 0.05
     """All rollouts are written into output_dir/rollouts, a table of some is shown in the terminal
-    and sent to the trackers of report_to: see docs/rollouts_on_disk.md. The number is the share of
+    and sent to the trackers of report_to: see docs/watching.md. The number is the share of
     the groups that are written with their tokens: logprobs of server and trainer, entropy, masks;
     about 8 bytes a token. 0: nothing is written or shown."""
 

@@ -21,7 +21,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, State
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.packing import Rows
 from verifiers_rl.process.interrupts import Interrupted
-from verifiers_rl.types import Batch, Columns, Sample, SampleSizes, join_samples, split_samples
+from verifiers_rl.types import (
+    Batch,
+    Sample,
+    SampleSizes,
+    join_samples,
+    split_samples,
+    token_bytes,
+)
 
 
 def broadcast_batch(batch: Batch | None, device: torch.device) -> Batch:
@@ -60,32 +67,19 @@ def scatter_samples(
     lengths, columns = batch.sizes.lengths, batch.sizes.columns
     indices = [[i for rows in plan for row in rows for i in row] for plan in plans]
     # All parts must have one size: that of the rank with the most tokens.
-    num_tokens = [int(lengths[part].sum()) for part in indices]
-    num_bytes = max(num_tokens) * sum(dtype.itemsize for dtype in columns.values())
+    num_bytes = max(int(lengths[part].sum()) for part in indices) * token_bytes(columns)
     received = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     parts = None
     if distributed.get_rank() == 0:
         parts = []
-        for part, num in zip(indices, num_tokens, strict=True):
+        for part in indices:
             flat = np.empty(num_bytes, np.uint8)
-            join_samples([batch.samples[i] for i in part], _views(flat, columns, num))
+            join_samples([batch.samples[i] for i in part], columns, flat)
             parts.append(torch.from_numpy(flat).to(device))
     distributed.scatter(received, parts, 0)
-    rank = distributed.get_rank()
-    own = _views(received.cpu().numpy(), columns, num_tokens[rank])
-    arrived = split_samples(own, lengths[indices[rank]].tolist())
-    return dict(zip(indices[rank], arrived, strict=True))
-
-
-def _views(flat: np.ndarray, columns: Columns, num_tokens: int) -> dict[str, np.ndarray]:
-    """Return columns of so many tokens, one behind the other in an array of bytes."""
-    views = {}
-    start = 0
-    for name, dtype in columns.items():
-        stop = start + num_tokens * dtype.itemsize
-        views[name] = flat[start:stop].view(dtype.base).reshape(num_tokens, *dtype.shape)
-        start = stop
-    return views
+    own = indices[distributed.get_rank()]
+    arrived = split_samples(received.cpu().numpy(), columns, lengths[own].tolist())
+    return dict(zip(own, arrived, strict=True))
 
 
 def broadcast_outcome(

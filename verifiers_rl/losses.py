@@ -74,7 +74,7 @@ class LossOutputs:
 
 LossFn = Callable[[LossInputs], LossOutputs]
 MaskFn = Callable[[LossInputs], Tensor]
-Need = Literal["entropy_gradient", "reference_logprobs", "advantages"]
+Need = Literal["entropy_gradient", "reference_logprobs", "nonzero_advantages"]
 _T = TypeVar("_T", bound=Callable[..., Any])
 _R = TypeVar("_R")
 
@@ -84,9 +84,9 @@ def needs(*what: Need) -> Callable[[_T], _T]:
 
     Args:
         what: "entropy_gradient" for an `entropy` with gradient; "reference_logprobs", which cost a
-            forward pass under the reference, and without LoRA a copy of the model; "advantages" if
-            its gradient is zero at tokens with an advantage of 0: samples that have no other tokens
-            are then not computed.
+            forward pass under the reference, and without LoRA a copy of the model;
+            "nonzero_advantages" if its gradient is zero at tokens with an advantage of 0: samples
+            that have no other tokens are then not computed.
     """
 
     if unknown := set(what) - set(get_args(Need)):
@@ -129,8 +129,8 @@ def add_terms(loss_fn: LossFn, *terms: LossFn) -> LossFn:
 
     every = [needs_of(function) for function in (loss_fn, *terms)]
     what = frozenset[Need]().union(*every)
-    if not all("advantages" in own for own in every):
-        what -= {"advantages"}  # one of them has a gradient without an advantage, so the sum has
+    if not all("nonzero_advantages" in own for own in every):
+        what -= {"nonzero_advantages"}  # where one of them has a gradient, the sum has
     total.terms = terms  # type: ignore[attr-defined]
     return needs(*what)(total)
 
@@ -343,7 +343,7 @@ def with_masks(loss_fn: LossFn, masks: Mapping[str, MaskFn]) -> LossFn:
 # --- Losses ---------------------------------------------------------------------------------------
 
 
-@needs("advantages")
+@needs("nonzero_advantages")
 def cispo(inputs: LossInputs, eps_high: float = 4.0) -> LossOutputs:
     """CISPO (MiniMax-M1, arXiv:2506.13585):
     policy gradient weighted by a capped, detached importance ratio.
@@ -364,7 +364,7 @@ def cispo(inputs: LossInputs, eps_high: float = 4.0) -> LossOutputs:
     return LossOutputs(loss, {"clipped_share": (ratio > 1 + eps_high).float()})
 
 
-@needs("advantages")
+@needs("nonzero_advantages")
 def reinforce(inputs: LossInputs) -> LossOutputs:
     """REINFORCE (Williams, 1992), as if the current policy had sampled the tokens.
 
@@ -373,7 +373,7 @@ def reinforce(inputs: LossInputs) -> LossOutputs:
     return LossOutputs(policy_gradient(inputs, torch.ones_like(inputs.advantages)))
 
 
-@needs("advantages")
+@needs("nonzero_advantages")
 def icepop(inputs: LossInputs, min_ratio: float = 0.5, max_ratio: float = 5.0) -> LossOutputs:
     """IcePop (Ring-1T, arXiv:2510.18855): tokens whose ratio leaves an interval are dropped.
 
@@ -392,7 +392,7 @@ def icepop(inputs: LossInputs, min_ratio: float = 0.5, max_ratio: float = 5.0) -
     return LossOutputs(loss, {"masked_share": is_masked.float()})
 
 
-@needs("advantages")
+@needs("nonzero_advantages")
 def ppo(inputs: LossInputs, eps_low: float = 0.2, eps_high: float = 0.28) -> LossOutputs:
     """PPO's clip (arXiv:1707.06347) as in GRPO (arXiv:2402.03300), with the two bounds of DAPO
     (arXiv:2503.14476).
@@ -411,7 +411,7 @@ def ppo(inputs: LossInputs, eps_low: float = 0.2, eps_high: float = 0.28) -> Los
     return _clipped_surrogate(inputs, ratio, eps_low, eps_high)
 
 
-@needs("advantages")
+@needs("nonzero_advantages")
 def gspo(inputs: LossInputs, eps_low: float = 3e-4, eps_high: float = 4e-4) -> LossOutputs:
     """GSPO (arXiv:2507.18071): PPO's clip on the ratio of whole sequences.
 
@@ -440,7 +440,7 @@ def _clipped_surrogate(
     return LossOutputs(loss, {"clipped_share": (clipped < unclipped).float()})
 
 
-@needs("advantages")
+@needs("nonzero_advantages")
 def dppo(inputs: LossInputs, max_divergence: float = 0.2) -> LossOutputs:
     """DPPO with the binary total-variation mask (arXiv:2602.04879, eq. 11 and 12).
 
@@ -461,7 +461,7 @@ def dppo(inputs: LossInputs, max_divergence: float = 0.2) -> LossOutputs:
 
 
 def cross_entropy(inputs: LossInputs) -> LossOutputs:
-    """The loss of supervised finetuning (sft.py), without rewards: L = - sum_t logprob_t."""
+    """The loss of supervised finetuning (`vf-sft`), without rewards: L = - sum_t logprob_t."""
     return LossOutputs(-(inputs.weights * inputs.trainer_logprobs).sum())
 
 

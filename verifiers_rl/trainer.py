@@ -64,8 +64,6 @@ from verifiers_rl.packing import Microbatch, ModelSupport, collate, copy_to, pla
 from verifiers_rl.process.interrupts import Interrupted, Interrupts
 from verifiers_rl.process.terminal import print_all_characters
 from verifiers_rl.report.metrics import (
-    EarlyWarnings,
-    RunFilesCallback,
     StepCounts,
     StepWindow,
     TokenMeans,
@@ -73,7 +71,7 @@ from verifiers_rl.report.metrics import (
     model_flops,
     replace_progress_bar,
 )
-from verifiers_rl.report.recording import RolloutFiles
+from verifiers_rl.report.recording import RunFiles
 from verifiers_rl.report.run_folder import enter_run_folder
 from verifiers_rl.sync.sources import gathering
 from verifiers_rl.types import Batch, BatchSource, WeightSink
@@ -148,7 +146,6 @@ class RLTrainer(SavingTrainer):
         # Trainer requires a dataset for eval_strategy. Evaluations use the environment's own.
         trainer_kwargs["eval_dataset"] = []
         super().__init__(policy, args, processing_class=processing_class, **trainer_kwargs)
-        self.loss_is_scaled_for_ga = True  # `train_on` does it once, for the whole batch
         self.batch: Batch | None = None  # that is being trained on
         self._env, self._is_serving = env, False
         self._counts, self._metrics = StepCounts(), dict[str, float]()  # of the step
@@ -164,13 +161,12 @@ class RLTrainer(SavingTrainer):
         self._lora_sync = broadcast_outcome({"lora_sync": lora_sync}, args.device)["lora_sync"]
         self._interrupts, self._window = Interrupts(), StepWindow()
         self.evaluations = Evaluations(self)
-        self.checkpoints, self._files = Checkpoints(self, self._window), RolloutFiles(self)
+        self.checkpoints, self._files = Checkpoints(self, self._window), RunFiles(self)
         if (adaptive_kl := adaptive_kl_of(self.loss_fn)) is not None:
             self.checkpoints.kept["adaptive_kl"] = adaptive_kl
         if not args.disable_tqdm:
             replace_progress_bar(self)
-        own = (RunFilesCallback(), EarlyWarnings(self._window), self._window)
-        for callback in (self.checkpoints, self._files, *own):
+        for callback in (self.checkpoints, self._files, self._window):
             self.add_callback(callback)
         self.callback_handler.callbacks.insert(0, self.evaluations)  # before others close files
 
@@ -274,8 +270,7 @@ class RLTrainer(SavingTrainer):
 
         Args:
             chosen: (S,) bool, the samples to train on; all by default. A step of two updates calls
-                this for a part of the samples, then `self.optimizer.step()` and `zero_grad()`, and
-                again for the others. `checkpoints.can_repeat_step` is False in between.
+                this for a part of the samples, then `update_now`, and again for the others.
         """
         args, sizes = self.args, batch.sizes
         num_loss_tokens = sizes.num_loss_tokens
@@ -289,7 +284,7 @@ class RLTrainer(SavingTrainer):
         )
         # Samples without gradient count in the denominator, but are not computed.
         is_computed = num_loss_tokens > 0
-        if "advantages" in needs_of(self.loss_fn):
+        if "nonzero_advantages" in needs_of(self.loss_fn):
             is_computed &= sizes.has_advantage > 0
         model.train()
         batch_loss = torch.zeros((), device=args.device)
@@ -306,6 +301,17 @@ class RLTrainer(SavingTrainer):
         with self.checkpoints.saving_on_error():
             raise_if_gradient_not_finite(model)
         return batch_loss
+
+    def update_now(self, model: nn.Module) -> None:
+        """Take a step of the optimizer between two calls of `train_on`. Trainer takes the last one
+        of a batch. In between, signals wait and nothing is saved: the step could not be repeated.
+        """
+        self.checkpoints.can_repeat_step = False
+        if self.args.max_grad_norm:
+            self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+        optimizer: Any = self.optimizer
+        optimizer.step()
+        optimizer.zero_grad()
 
     def _microbatches(
         self, batch: Batch, is_computed: np.ndarray, weights: Sequence[float]

@@ -179,23 +179,46 @@ def columns_of(samples: Sequence[Sample]) -> Columns:
     return dict(sorted(columns.items(), key=lambda item: -item[1].base.itemsize))
 
 
-def join_samples(samples: Sequence[Sample], columns: dict[str, np.ndarray]) -> None:
-    """Write the columns of the samples, one sample after the other, into these."""
-    for name, column in columns.items():
-        lay_out([(len(sample.token_ids), sample.column(name)) for sample in samples], column)
+def token_bytes(columns: Columns) -> int:
+    """Return the bytes that a token has in all columns."""
+    return sum(dtype.itemsize for dtype in columns.values())
 
 
-def split_samples(columns: dict[str, np.ndarray], lengths: Sequence[int]) -> list[Sample]:
+def _views(flat: np.ndarray, columns: Columns, num_tokens: int) -> dict[str, np.ndarray]:
+    """Return columns of so many tokens, one behind the other in an array of bytes."""
+    views = {}
+    start = 0
+    for name, dtype in columns.items():
+        stop = start + num_tokens * dtype.itemsize
+        views[name] = flat[start:stop].view(dtype.base).reshape(num_tokens, *dtype.shape)
+        start = stop
+    return views
+
+
+def join_samples(samples: Sequence[Sample], columns: Columns, flat: np.ndarray) -> None:
+    """Write samples into an array of bytes: one column behind the other, and in each column one
+    sample after the other.
+
+    Args:
+        columns: those of the samples, or more.
+        flat: (B,) uint8, B at least `token_bytes` for each token.
+    """
+    lengths = [len(sample.token_ids) for sample in samples]
+    for name, column in _views(flat, columns, sum(lengths)).items():
+        lay_out([*zip(lengths, (s.column(name) for s in samples), strict=True)], column)
+
+
+def split_samples(flat: np.ndarray, columns: Columns, lengths: Sequence[int]) -> list[Sample]:
     """Invert `join_samples`, but for rollout ids. The arrays of the samples are views.
 
     Args:
-        columns: by name.
         lengths: number of tokens of each sample.
     """
     samples = []
     start = 0
+    views = _views(flat, columns, sum(lengths))
     for length in lengths:
-        own = {name: column[start : start + length] for name, column in columns.items()}
+        own = {name: column[start : start + length] for name, column in views.items()}
         start += length
         arrays = [own.pop(name) for name in Sample.DTYPES]
         samples.append(Sample(*arrays, extras=own))

@@ -93,7 +93,6 @@ def check_arguments(
             'an RLTrainer is made outside of `if __name__ == "__main__":`, where a rollout worker '
             "makes it again when it imports the script; move it inside, or set env_workers=0"
         )
-    check_variables(args)
     for name in others:
         if name in _WITHOUT_EFFECT:
             raise ConfigError(f"{name} has no effect in RLTrainer: {_WITHOUT_EFFECT[name]}")
@@ -103,6 +102,7 @@ def check_arguments(
             raise ConfigError(f"RLTrainer takes no argument {name!r}: {hint}")
     if not isinstance(args, RLConfig):
         raise ConfigError(f"args: expected an RLConfig, got {type(args).__name__}")
+    check_variables(args)
     if isinstance(processing_class, str):
         raise ConfigError(
             f"processing_class={processing_class!r}: expected a tokenizer, such as "

@@ -24,14 +24,11 @@ class GolfTask(vf.Task[vf.TaskData]):
 
 class GolfEnvConfig(vf.EnvConfig):
     golfer: vf.AgentConfig = vf.AgentConfig()
-    num_attempts: int = 2
 
 
 class GolfEnv(vf.Env[GolfEnvConfig]):
     async def run(self, task, agents):
-        async with asyncio.TaskGroup() as attempts:
-            for _ in range(self.config.num_attempts):
-                attempts.create_task(agents.golfer.run(task))
+        await asyncio.gather(*(agents.golfer.run(task) for _ in range(2)))
 
     async def finalize(self, task, episode):
         sizes = [trace.metrics["size"] for trace in episode.traces]

@@ -1,5 +1,7 @@
 """Of the shape of verifiers' glossary: a tool server of each rollout's own."""
 
+import os
+
 import verifiers.v1 as vf
 
 __all__ = ["LookupTaskset"]
@@ -16,6 +18,11 @@ class Lookup(vf.Toolset[vf.ToolsetConfig]):
     async def double(self, x: int) -> str:
         """Twice a number."""
         return str(2 * x)
+
+    @vf.tool
+    async def process(self) -> str:
+        """The process that runs this."""
+        return str(os.getpid())
 
 
 class LookupTask(vf.Task[vf.TaskData, vf.State, LookupTaskConfig]):

@@ -22,20 +22,13 @@ class SolveTask(vf.Task[vf.TaskData]):
 class ProposerEnvConfig(vf.EnvConfig):
     proposer: vf.AgentConfig = vf.AgentConfig()
     solver: vf.AgentConfig = vf.AgentConfig()
-    num_solvers: int = 2
-    train_solver: bool = True
 
 
 class ProposerEnv(vf.Env[ProposerEnvConfig]):
-    async def setup(self, agents):
-        agents.solver.trainable = self.config.train_solver
-
     async def run(self, task, agents):
         proposed = await agents.proposer.run(task)
         problem = SolveTask(vf.TaskData(idx=task.data.idx, prompt=f"solve {proposed.last_reply}"))
-        async with asyncio.TaskGroup() as solvers:
-            for _ in range(self.config.num_solvers):
-                solvers.create_task(agents.solver.run(problem))
+        await asyncio.gather(*(agents.solver.run(problem) for _ in range(2)))
 
     async def finalize(self, task, episode):
         solved = [t.rewards["length"].score for t in episode.traces if t.agent.name == "solver"]

@@ -40,14 +40,10 @@ class PadTask(vf.Task[vf.TaskData, PadState]):
         return float(len(numbers) - trace.state.calls)
 
 
-class PadConfig(vf.TasksetConfig):
-    tools: vf.SharedToolsetConfig = vf.SharedToolsetConfig()
-
-
-class PadTaskset(vf.Taskset[PadTask, PadConfig]):
+class PadTaskset(vf.Taskset[PadTask, vf.TasksetConfig]):
     @classmethod
     def toolsets(cls, config):
-        return [Pad(config.tools)]
+        return [Pad(vf.SharedToolsetConfig())]
 
     def load(self):
         return [PadTask(vf.TaskData(idx=i, prompt="four"), self.config.task) for i in range(3)]

@@ -16,10 +16,8 @@ class StreamConfig(vf.TasksetConfig):
 
 class StreamTaskset(vf.Taskset[SmallTask, StreamConfig]):
     INFINITE = True
-    num_made = 0
 
     def load(self):
         for i in itertools.islice(itertools.count(), self.config.end):
-            type(self).num_made += 1
             prompt = f"{self.config.name_of_task} {i}" + "x" * self.config.padding * (i % 2)
             yield SmallTask(vf.TaskData(idx=i, prompt=prompt), self.config.task)

@@ -66,7 +66,7 @@ def check(
 
 def problem_of(metrics: Path) -> str | None:
     """Say what the steps of these metrics show. Return what must be fixed, or None."""
-    from verifiers_rl.report.metrics import EarlyWarnings
+    from verifiers_rl.report.metrics import FIRST_MISMATCH_KL
     from verifiers_rl.report.run_folder import read_metrics
 
     rows = [row for row in read_metrics(metrics) if "mismatch_kl" in row]
@@ -74,7 +74,7 @@ def problem_of(metrics: Path) -> str | None:
     for row in rows:
         shown = (f"{name} {row[name]:.3g}" for name in names if name in row)
         print(f"vf-rl: step {row['step']:g}: {', '.join(shown)}", flush=True)
-    bound = EarlyWarnings.FIRST_MISMATCH_KL
+    bound = FIRST_MISMATCH_KL
     if not all(row["mismatch_kl"] <= bound for row in rows):  # also true for NaN
         return f"mismatch_kl above {bound:g}: docs/mismatch.md says what brings both sides together"
     print("vf-rl: all is ok", flush=True)

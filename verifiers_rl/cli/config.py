@@ -53,7 +53,7 @@ gpus = 1                         # 0: CPU
 class = "my_trainer:MyTrainer"   # in place of RLTrainer: installed, or a module beside this file
 [trainer.args]                   # fields of RLConfig; loss and advantage may be "module:function"
 
-[cluster]                        # several machines (docs/clusters.md); [inference] and [trainer]
+[cluster]                        # several machines (docs/scaling.md); [inference] and [trainer]
                                  # are of each
 trainer_nodes = 2                # places for ranks, each with `[trainer] gpus`; by default 1
 inference_nodes = 2              # places for servers, each for all replicas; by default 1, and with
@@ -557,10 +557,17 @@ class RunConfig(TrainConfig):
                 raise InvalidEnvironmentError(str(where)) from error
             loaded.append(
                 WeightedEnv(
-                    env, table.own_name, table.weight, table.sampling, table.only,
-                    table.eval_examples, scorers.get(number), table.python, self.folders,
+                    env,
+                    table.own_name,
+                    table.weight,
+                    table.sampling,
+                    table.only,
+                    table.eval_examples,
+                    scorers.get(number),
+                    table.python,
+                    self.folders,
                 )
-            )  # fmt: skip
+            )
         return loaded
 
     def path_of_env(self, number: int) -> Key:

@@ -56,8 +56,17 @@ def run_in_tmux(
         fail("tmux started no session; start with --no-tmux")
     if logs := [f"{folder}/{LOGS}/{plan.name}.log" for plan in plans]:  # where there is room
         run(*tmux, "split-window", "-d", "-b", "-l", "30%", "--", "tail", "-F", *logs)
-    run(*tmux, "bind-key", "-n", "Enter", "if-shell", "-F", "#{pane_dead}", "kill-session",
-        "send-keys Enter")  # fmt: skip
+    run(
+        *tmux,
+        "bind-key",
+        "-n",
+        "Enter",
+        "if-shell",
+        "-F",
+        "#{pane_dead}",
+        "kill-session",
+        "send-keys Enter",
+    )
     print(
         f"vf-rl: running in tmux session {session!r}: tmux -L {session} attach. When the run has "
         f"ended, Enter closes it; its files: {folder}",

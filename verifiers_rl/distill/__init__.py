@@ -5,14 +5,6 @@ scoring.py   `Distillation`: a scorer of groups, which `WeightedEnv(scorer=...)`
 tables.py    reads the [[teacher]]s of a TOML, and the keys of an [[env]] that learns from one
 """
 
-from typing import TYPE_CHECKING
-
-from verifiers_rl.lazy import load_on_first_use
-
-if TYPE_CHECKING:
-    from verifiers_rl.distill.scoring import Distillation as Distillation
-    from verifiers_rl.distill.teacher import Teacher as Teacher
-    from verifiers_rl.distill.teacher import TeacherError as TeacherError
-
-HOME = {"Distillation": "scoring", "Teacher": "teacher", "TeacherError": "teacher"}
-__getattr__, __dir__ = load_on_first_use(__name__, HOME)
+from verifiers_rl.distill.scoring import Distillation as Distillation
+from verifiers_rl.distill.teacher import Teacher as Teacher
+from verifiers_rl.distill.teacher import TeacherError as TeacherError

@@ -83,11 +83,11 @@ class TeacherTable(Table):
             own: host and port of the server that `vf-rl` has started.
             timeout_s: of such a server, if the TOML says nothing.
         """
-        url, key, longest_s = self.base_url, self.key_variable, 300.0
-        if not url:
-            url, key, longest_s = f"http://{own}", TOKEN_VARIABLE, timeout_s
-        longest_s = self.timeout_s or longest_s
-        return Teacher(self.model, url, self.name, key, longest_s, self.max_concurrent)
+        given = self.model_dump(exclude={"gpus", "args"}, exclude_none=True)
+        if not self.base_url:
+            here = {"base_url": f"http://{own}", "key_variable": TOKEN_VARIABLE}
+            given = {"timeout_s": timeout_s, **given, **here}
+        return Teacher(**given)
 
 
 def complete(config: RunConfig, checks_model: bool) -> None:

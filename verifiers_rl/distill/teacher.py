@@ -229,9 +229,8 @@ class TeacherClient:
                     await asyncio.sleep(pause_s)  # there is nothing to await
                     pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         except TimeoutError as error:
-            if self._is_own:
-                raise ServerLostError(f"{self._what} does not answer: {problem}") from error
-            raise TeacherError(
+            kind = ServerLostError if self._is_own else TeacherError
+            raise kind(
                 f"{self._what} gave no answer within {timeout_s:g} s (timeout_s); at last: "
                 f"{problem}. Start it again, correct its base_url, or raise its timeout_s; then "
                 "resume the run"

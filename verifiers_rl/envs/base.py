@@ -207,7 +207,7 @@ class PortableEnvironment(EnvRunner, Protocol):
 
     def recipe(self) -> Any:
         """Return how to make in a worker what runs its tasks: a function without arguments that can
-        be pickled, or a dict of JSON, for `tables.make_environment`.
+        be pickled, or a dict of JSON, for `made_there.make_environment`.
 
         Raises:
             NotPortableError: that is not possible.

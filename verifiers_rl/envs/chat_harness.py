@@ -29,7 +29,8 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harness import HarnessSession
 from yarl import URL
 
-from verifiers_rl.envs.tools import LocalUrl, Tools, arguments_of, open_tools
+from verifiers_rl.envs.rendering import as_object
+from verifiers_rl.envs.tools import LocalUrl, Tools, open_tools
 
 IN_PROCESS = "verifiers_rl"  # id of the harness
 CHAT, GATE = "/v1/chat/completions", "/tool"  # model calls; questions whether a tool may be called
@@ -138,7 +139,8 @@ class ChatHarness(Harness[ChatHarnessConfig]):
                 function = call["function"]
                 if is_gated:  # the taskset may refuse calls
                     asked = {"tool_call_id": call["id"], "name": function["name"]}
-                    decision = await post(GATE, asked | {"arguments": arguments_of(function)})
+                    arguments = as_object(function["arguments"] or "{}")
+                    decision = await post(GATE, asked | {"arguments": arguments})
                     if decision["action"] == "stop":
                         return ProgramResult(1, "", decision["reason"])
                     if decision["action"] == "deny":

@@ -166,8 +166,8 @@ class ClassicEnvironment:
         """Return the dataset without the examples whose first prompt is too long."""
         options = self.options
         is_rendered_here = options.max_prompt_len or options.client_type.endswith("_token")
-        if options.tokenizer is None or not is_rendered_here:
-            return dataset
+        if options.tokenizer is None or not is_rendered_here or not len(dataset):
+            return dataset  # an empty one has no columns
         is_longer, limit = Renderer(options.tokenizer).is_longer, options.prompt_limit
         template, prompts = options.chat_template_kwargs, dataset["prompt"]
         kept = [i for i, prompt in enumerate(prompts) if not is_longer(prompt, limit, **template)]
@@ -278,26 +278,20 @@ def _keep_reward_errors(rubric: Any) -> None:
     for inner in getattr(rubric, "rubrics", []):
         _keep_reward_errors(inner)
 
-    async def call_group(func: Any, states: list[Any]) -> list[float]:
+    # `state` is that of a rollout, or those of a group.
+    async def call(objects_of: Any, func: Any, state: Any) -> Any:
+        is_group = isinstance(state, list)
         try:
-            objects = rubric.group_score_objects(states)
-            called = maybe_call_with_named_args(func, **objects)
-            scores: list[float] = await run_contained(called)
-            return scores
+            called = maybe_call_with_named_args(func, **objects_of(state))
+            result = await run_contained(called)
+            return result if is_group else float(result)
         except Exception as error:  # whatever the function raises
-            for state in states:
-                state["error"] = error
-            return [0.0] * len(states)
+            for failed in state if is_group else [state]:
+                failed["error"] = error
+            return [0.0] * len(state) if is_group else 0.0
 
-    async def call_one(func: Any, state: Any) -> float:
-        try:
-            objects = rubric.score_objects(state)
-            return float(await run_contained(maybe_call_with_named_args(func, **objects)))
-        except Exception as error:  # whatever the function raises
-            state["error"] = error
-            return 0.0
-
-    rubric._call_individual_reward_func, rubric._call_group_reward_func = call_one, call_group
+    rubric._call_individual_reward_func = partial(call, rubric.score_objects)
+    rubric._call_group_reward_func = partial(call, rubric.group_score_objects)
 
 
 # --- Clients --------------------------------------------------------------------------------------
@@ -351,10 +345,11 @@ class _Route(ServerClient):
                 said = [*map(_plain, [*body.get("messages", []), choice.get("message", {})])]
                 self._turns.append((said, prompt + token_ids))
             # As the clients read them, in the form of a chat or of `renderers`.
-            choice["token_ids"], choice["logprobs"] = token_ids, {"content": []}
-            for token, logprob in zip(token_ids, logprobs, strict=True):
-                value = {"token": f"token_id:{token}", "logprob": logprob, "top_logprobs": []}
-                choice["logprobs"]["content"].append(value)
+            content = [
+                {"token": f"token_id:{token}", "logprob": logprob, "top_logprobs": []}
+                for token, logprob in zip(token_ids, logprobs, strict=True)
+            ]
+            choice |= {"token_ids": token_ids, "logprobs": {"content": content}}
             completion |= {"prompt_token_ids": prompt, "request_id": completion["id"]}
         return httpx.Response(200, content=json.dumps(completion).encode())
 

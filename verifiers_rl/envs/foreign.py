@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from verifiers_rl.envs.base import HOW_TO_MAKE_PYTHON, InvalidEnvironmentError, RunnerOptions
-from verifiers_rl.envs.workers import Worker, clean_environment
+from verifiers_rl.envs.workers import WorkerPool, clean_environment
 from verifiers_rl.json_text import changed_by_json
 from verifiers_rl.process.loop_thread import LoopThread
 from verifiers_rl.types import Split
@@ -94,17 +94,17 @@ class ForeignEnvironment:
             weakref.finalize(self, shutil.rmtree, tokenizer)
             options.tokenizer.save_pretrained(tokenizer)
         self._recipe = {
-            "name": options.name,
             "table": table,
             "folders": [*map(str, folders)],
             "options": vars(options) | {"tokenizer": tokenizer},
         }
         # A worker says how many examples there are. An event loop may run here, so it has a thread.
-        thread, worker = LoopThread("describing"), Worker([self._recipe], options.timeout_s, python)
+        thread, pool = LoopThread("describing"), WorkerPool(1, options.timeout_s, python)
+        pool.add(self.name, self._recipe, is_quiet=False)
         try:
-            (facts,) = thread.run(worker.open()).result()
+            (facts,) = thread.run(pool.open()).result()
         finally:
-            thread.stop(worker.close)
+            thread.stop(pool.close)
         self._sizes: dict[Split, list[int]] = facts["sizes"]
         self.description: str = facts["description"]
 

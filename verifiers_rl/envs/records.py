@@ -1,7 +1,7 @@
 """What people read of a rollout beside its numbers: messages, turns, times.
 
 It is made where the rollout ran, as JSON, and goes through the trainer's process unparsed to the
-writer of rollouts; docs/rollouts_on_disk.md has each key. Messages are as the chat API of OpenAI
+writer of rollouts; docs/watching.md has each key. Messages are as the chat API of OpenAI
 has them, so `vf-sft` reads them too. Times are in seconds since `begun_at`.
 """
 

@@ -28,14 +28,15 @@ def as_vllm_renders(message: dict[str, Any]) -> dict[str, Any]:
                 )
         message = {**message, "content": "\n".join(part["text"] for part in parts)}
     calls = [
-        {**call, "function": {**function, "arguments": _as_object(function["arguments"])}}
+        {**call, "function": {**function, "arguments": as_object(function["arguments"])}}
         for call in message.get("tool_calls") or []
         for function in [call["function"]]
     ]
     return {**message, "tool_calls": calls} if calls else message
 
 
-def _as_object(arguments: Any) -> Any:
+def as_object(arguments: Any) -> Any:
+    """Return the arguments of a tool call as an object; as they are if they are no JSON."""
     try:
         return json.loads(arguments) if isinstance(arguments, str) else arguments
     except json.JSONDecodeError:

@@ -20,7 +20,6 @@ import asyncio
 import copy
 import functools
 import inspect
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
@@ -29,6 +28,8 @@ from typing import Any
 
 import verifiers.v1 as vf
 from verifiers.v1.errors import HarnessError, ToolsetError
+
+from verifiers_rl.envs.rendering import as_object
 
 CONNECT_S = 60.0  # deadline of connecting to all tool servers of a rollout
 _calling_trace: ContextVar[Any] = ContextVar("calling_trace")  # of the rollout that calls a tool
@@ -150,20 +151,17 @@ def runs_here(toolset: Any) -> bool:
     return is_local and not _needs_server(cls)
 
 
-def _with_local_url(toolset: Any) -> Any:
-    """Return the toolset as verifiers shall see it."""
-    if not runs_here(toolset):
-        return toolset
-    seen = copy.copy(toolset)
-    seen.config = toolset.config.model_copy(update={"url": LocalUrl(toolset)})
-    return seen
-
-
 def with_local_urls(owner: Any) -> Any:
     """Return a copy of a task or a taskset whose toolsets have `LocalUrl`s."""
+
+    def toolsets(config: Any) -> list[Any]:
+        seen = [*map(copy.copy, owner.toolsets(config))]
+        for toolset in filter(runs_here, seen):
+            toolset.config = toolset.config.model_copy(update={"url": LocalUrl(copy.copy(toolset))})
+        return seen
+
     seen = copy.copy(owner)
-    # Hides the class's.
-    seen.toolsets = lambda config: [*map(_with_local_url, owner.toolsets(config))]
+    seen.toolsets = toolsets  # hides the class's
     return seen
 
 
@@ -181,14 +179,6 @@ async def open_shared(taskset: Any) -> AsyncIterator[None]:
 
 
 # --- For the chat ---------------------------------------------------------------------------------
-
-
-def arguments_of(function: dict[str, Any]) -> Any:
-    """Return the arguments of a call as JSON; the text itself if it is none."""
-    try:
-        return json.loads(function["arguments"] or "{}")
-    except json.JSONDecodeError:
-        return function["arguments"]
 
 
 class Tools:
@@ -245,7 +235,7 @@ class Tools:
 
     async def call(self, function: dict[str, Any]) -> str:
         """Call a tool. Return its result, or what is wrong with the call; the model reads both."""
-        name, arguments = function["name"], arguments_of(function)
+        name, arguments = function["name"], as_object(function["arguments"] or "{}")
         if name not in self._calls:
             return f"error: there is no tool {name!r}"
         if not isinstance(arguments, dict):

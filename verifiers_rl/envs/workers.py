@@ -58,7 +58,14 @@ from verifiers_rl.process import parent as parent_of_worker
 from verifiers_rl.process.loop_thread import contain_tasks, run_contained
 from verifiers_rl.process.terminal import print_all_characters
 from verifiers_rl.requests import GroupRequest
-from verifiers_rl.types import LOAD_S, Rollout, columns_of, join_samples, split_samples
+from verifiers_rl.types import (
+    LOAD_S,
+    Rollout,
+    columns_of,
+    join_samples,
+    split_samples,
+    token_bytes,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -86,14 +93,15 @@ _OF_REQUEST = [f.name for f in fields(GroupRequest) if f.name not in ("places", 
 _OF_ROLLOUT = [f.name for f in fields(Rollout) if f.name not in ("samples", "error", "record")]
 
 
-def frame(message: Mapping[str, Any], content: bytes = b"") -> list[bytes]:
-    """Return the parts of a message, to be written one after the other.
+def frame(message: Mapping[str, Any], content: bytes | np.ndarray = b"") -> list[Any]:
+    """Return the parts of a message, to be written one after the other. `content` may be an array
+    of bytes.
 
     Raises:
         TypeError: the message has a value that JSON has no form for.
     """
     text = json.dumps(message).encode()
-    return [np.array([len(text), len(content)], "<i8").tobytes(), text, content]
+    return [np.array([len(text), len(content)], "<i8"), text, content]
 
 
 class Outbox:
@@ -102,9 +110,9 @@ class Outbox:
     """
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
-        self._writer, self._frames = writer, list[bytes]()
+        self._writer, self._frames = writer, list[Any]()
 
-    def send(self, message: Mapping[str, Any], content: bytes = b"") -> None:
+    def send(self, message: Mapping[str, Any], content: bytes | np.ndarray = b"") -> None:
         """Send a frame. Raises as `frame` does."""
         parts = frame(message, content)
         if not self._frames:
@@ -127,47 +135,39 @@ async def receive(reader: asyncio.StreamReader) -> tuple[dict[str, Any], bytes]:
     return json.loads(text), content
 
 
-def pack_group(group: Sequence[Rollout]) -> tuple[dict[str, Any], bytes]:
-    """Return rollouts in a form for `frame`: their samples are the bytes, one column after the
-    other. An error becomes its description and its traceback, because its class may be known to
-    this process only.
+def pack_group(group: Sequence[Rollout]) -> tuple[dict[str, Any], np.ndarray]:
+    """Return rollouts in a form for `frame`: their samples are the bytes. An error becomes its
+    description and its traceback, because its class may be known to this process only.
     """
     samples = [sample for rollout in group for sample in rollout.samples]
-    num_tokens = sum(len(sample.token_ids) for sample in samples)
-    columns: dict[str, Any] = {
-        name: np.empty(num_tokens, dtype) for name, dtype in columns_of(samples).items()
-    }
-    join_samples(samples, columns)
+    lengths, columns = [len(sample.token_ids) for sample in samples], columns_of(samples)
+    content = np.empty(sum(lengths) * token_bytes(columns), np.uint8)
+    join_samples(samples, columns, content)
     rollouts = []
     for rollout in group:
         packed = {name: getattr(rollout, name) for name in _OF_ROLLOUT}
-        packed["lengths"] = [len(sample.token_ids) for sample in rollout.samples]
-        packed["record"] = rollout.record.decode()
+        packed |= {"samples": len(rollout.samples), "record": rollout.record.decode()}
         if rollout.error is not None:
             trace = printable("".join(traceback.format_exception(rollout.error)))
             packed["error"] = describe_error(rollout.error), trace
         rollouts.append(packed)
-    layout = [(name, column.dtype.str, column.shape) for name, column in columns.items()]
-    return {"rollouts": rollouts, "columns": layout}, b"".join(columns.values())
+    layout = [(name, dtype.base.str, dtype.shape) for name, dtype in columns.items()]
+    return {"rollouts": rollouts, "columns": layout, "lengths": lengths}, content
 
 
 def unpack_group(message: dict[str, Any], content: bytes) -> list[Rollout]:
     """Return the rollouts that `pack_group` packed."""
-    columns: dict[str, np.ndarray] = {}
-    room, start = bytearray(content), 0  # so that the arrays can be written
-    for name, dtype, shape in message["columns"]:
-        columns[name] = column = np.ndarray(shape, dtype, room, start)
-        start += column.nbytes
-    lengths = [packed.pop("lengths") for packed in message["rollouts"]]
-    samples = iter(split_samples(columns, [*itertools.chain(*lengths)]))
+    columns = {name: np.dtype((base, tuple(shape))) for name, base, shape in message["columns"]}
+    flat = np.frombuffer(bytearray(content), np.uint8)  # so that the arrays can be written
+    samples = iter(split_samples(flat, columns, message["lengths"]))
     group = []
-    for packed, own in zip(message["rollouts"], lengths, strict=True):
-        failure, record = packed.pop("error", None), packed.pop("record").encode()
-        rollout = Rollout(**packed, samples=[next(samples) for _ in own], record=record)
-        if failure is not None:
-            rollout.error = WorkerError(failure[0])
-            rollout.error.add_note(failure[1])
-        group.append(rollout)
+    for packed in message["rollouts"]:
+        packed["samples"] = [*itertools.islice(samples, packed["samples"])]
+        packed["record"] = packed["record"].encode()
+        if failure := packed.get("error"):
+            packed["error"] = WorkerError(failure[0])
+            packed["error"].add_note(failure[1])
+        group.append(Rollout(**packed))
     return group
 
 
@@ -201,7 +201,7 @@ class WorkerEnvironment:
         self.weights, self.sizes = env.weights, env.sizes
         self.description = env.description.replace("in this process", "in rollout workers")
         self.open, self.close = pool.open, pool.close
-        self._number = pool.add(env)
+        self._number = pool.add(env.name, env.recipe())
 
     async def run_group(self, request: GroupRequest) -> list[Rollout]:
         """Do as `EnvRunner.run_group`, in a worker. If the worker dies, the group begins again.
@@ -239,41 +239,58 @@ class WorkerPool:
 
     def __init__(self, num_workers: int, timeout_s: float, python: str = "") -> None:
         self._recipes: list[dict[str, Any]] = []
-        self.workers = [Worker(self._recipes, timeout_s, python) for _ in range(num_workers)]
+        self._make = partial(Worker, self._recipes, timeout_s, python)
+        self._num_workers, self.workers = num_workers, list[Worker]()
 
-    def add(self, env: PortableEnvironment) -> int:
+    def add(self, name: str, recipe: Any, is_quiet: bool = True) -> int:
         """Take up an environment; return its number.
+
+        Args:
+            name: of the environment.
+            recipe: see `PortableEnvironment.recipe`.
+            is_quiet: what it logs as it is made was said when it was made the first time.
 
         Raises:
             NotPortableError: a worker could not make it again.
         """
-        recipe = env.recipe()
         if not isinstance(recipe, dict):
             data = pickle_for_worker(recipe)
             recipe = {"pickled": base64.b64encode(data).decode(), "script": needs_script(data)}
-        # What it logs as it is made was said when it was made the first time.
-        self._recipes.append({"name": env.name, "is_quiet": True, **recipe})
+        self._recipes.append({"name": name, "is_quiet": is_quiet, **recipe})
         return len(self._recipes) - 1
 
-    async def open(self) -> None:
-        """Start the workers, and wait until all have made all environments.
+    async def open(self) -> list[dict[str, Any]]:
+        """Start the workers, and wait until all have opened all environments.
+
+        Returns:
+            The sizes and the description of those that have their examples there.
 
         Raises:
-            InvalidEnvironmentError: a worker could not make an environment.
+            InvalidEnvironmentError: a worker could not make one, or not within the deadline.
         """
+        self.workers = [self._make() for _ in range(self._num_workers)]
         try:
-            await asyncio.gather(*(worker.open() for worker in self.workers))
+            facts = await asyncio.gather(*(asyncio.shield(one.ready) for one in self.workers))
         except Exception:
             await self.close()
             raise
+        return facts[0]
 
     async def close(self) -> None:
         """End the workers."""
-        await asyncio.gather(*(worker.close() for worker in self.workers))
+        running = [worker.running for worker in self.workers]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+def _send_nothing(*message: Any) -> None:
+    """Stands for the connection while there is none."""
 
 
 class Worker:
-    """A worker process, and this side of its connection. A process that ends is started again.
+    """A worker process, and this side of its connection. A process that ends is started again. Made
+    on the event loop.
 
     Args:
         recipes: of its environments.
@@ -282,6 +299,9 @@ class Worker:
     Attributes:
         groups: those that it was given and has not returned, by their number: what it says of each,
             or an error that ends the group.
+        ready: what the process says when it has opened its environments; of the next one if it has
+            ended. InvalidEnvironmentError if it could not.
+        running: ends the process when it is cancelled.
     """
 
     def __init__(self, recipes: Sequence[dict[str, Any]], timeout_s: float, python: str) -> None:
@@ -291,11 +311,10 @@ class Worker:
         self._num_deaths = 0  # since it returned a group
         self._num_silent = 0  # times `ALIVE_S` in which it has said nothing
         self._process: subprocess.Popen[bytes] | None = None
-        self._outbox: Outbox | None = None
-        self._running: asyncio.Task[None] | None = None
-        # What the process says when it has made its environments; of the next one if it has ended.
-        self._ready: asyncio.Future[list[dict[str, Any]]]
+        self._send: Callable[..., None] = _send_nothing
         self._numbers = itertools.count()
+        self.ready: asyncio.Future[list[dict[str, Any]]] = asyncio.Future()
+        self.running = asyncio.create_task(self._run())
 
     @property
     def is_blocked(self) -> bool:
@@ -308,31 +327,13 @@ class Worker:
     def _what(self) -> str:
         return f"environment {', '.join(recipe['name'] for recipe in self._recipes)!r}"
 
-    async def open(self) -> list[dict[str, Any]]:
-        """Start the process, and wait until it has opened its environments.
-
-        Returns:
-            The sizes and the description of those that have their examples there.
-
-        Raises:
-            InvalidEnvironmentError: it could not make one, or not within the deadline.
-        """
-        self._ready = asyncio.get_running_loop().create_future()
-        self._running = asyncio.create_task(self._run())
-        return await asyncio.shield(self._ready)
-
-    async def close(self) -> None:
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.wait([self._running])
-
     async def _run(self) -> None:
         """Run a process, and another one whenever it has ended."""
         try:
             while True:
                 problem = await self._run_process()
                 # From here on, new groups wait for the new process.
-                self._ready = asyncio.get_running_loop().create_future()
+                self.ready = asyncio.Future()
                 self._num_deaths += 1
                 logger.warning(
                     "%s: %s; another one is started, and its %d groups begin again",
@@ -346,8 +347,8 @@ class Worker:
                         f"between; at last {problem}"
                     )
         except Exception as error:  # whatever keeps a process from starting
-            self._ready.set_exception(error)
-            self._ready.exception()  # nobody may need the worker any more
+            self.ready.set_exception(error)
+            self.ready.exception()  # nobody may need the worker any more
 
     async def _run_process(self) -> str:
         """Start the process and take its messages until it has ended. Return why it has.
@@ -364,8 +365,8 @@ class Worker:
             said, _ = await asyncio.wait_for(receive(reader), self._load_s)
             problem = said["problem"]
             if not problem:
-                self._outbox = Outbox(writer)
-                self._ready.set_result(said["facts"])
+                self._send = Outbox(writer).send
+                self.ready.set_result(said["facts"])
             while not problem:
                 message, content = await receive(reader)
                 self._num_silent = 0
@@ -379,18 +380,18 @@ class Worker:
         except (ValueError, KeyError, TypeError) as error:
             problem = f"unreadable message: {describe_error(error)}"
         except asyncio.CancelledError:
-            if not self._ready.done():
+            if not self.ready.done():
                 process.kill()  # it would make its environments first
             raise
         finally:
             watching.cancel()
-            self._outbox = None
+            self._send = _send_nothing
             writer.close()  # makes the process end
             if self.is_blocked:
                 process.kill()  # it would not notice that the connection is closed
             status = await asyncio.to_thread(wait_for_end, process)
         end = f"the worker process {process.pid} ended with status {status}"
-        if not self._ready.done():
+        if not self.ready.done():
             where = f"python={self._python!r}" if self._python else "a worker"
             problem = problem or f"{end}; see its output above"
             raise InvalidEnvironmentError(f"{self._what}, in {where}: {problem}")
@@ -413,7 +414,7 @@ class Worker:
         ended: dict[int, asyncio.Queue[bool]] = {}  # of rollouts that have a place
         holding = list[asyncio.Task[None]]()
         try:
-            await asyncio.shield(self._ready)
+            await asyncio.shield(self.ready)
             sent = {name: getattr(request, name) for name in _OF_REQUEST}
             self._send({"group": number, "env": env, "request": sent}, task)
             while True:
@@ -458,13 +459,9 @@ class Worker:
             if group in self.groups:
                 self.groups[group].put_nowait(error)
 
-    def _send(self, message: Mapping[str, Any], content: bytes = b"") -> None:
-        if self._outbox is not None:
-            self._outbox.send(message, content)
-
     async def _watch(self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader) -> None:
         """Report a process that is blocked, and end it after `_silent_s`."""
-        await asyncio.shield(self._ready)
+        await asyncio.shield(self.ready)
         was_blocked = False
         while self._num_silent * ALIVE_S < self._silent_s:
             await asyncio.sleep(ALIVE_S)
@@ -581,7 +578,7 @@ def main(descriptor: int, parent: int, make_environment: Callable[[Any], Any]) -
     try:
         multiprocessing.spawn.prepare(setup["process"])  # imports the script, if it is named
         for recipe in setup["recipes"]:
-            logging.disable(logging.WARNING if recipe.get("is_quiet") else logging.NOTSET)
+            logging.disable(logging.WARNING if recipe["is_quiet"] else logging.NOTSET)
             # Outside the event loop, because an environment may run its own loop to load its data.
             where = f"environment {recipe['name']!r}: " if len(setup["recipes"]) > 1 else ""
             pickled = base64.b64decode(recipe.get("pickled", ""))
@@ -595,18 +592,19 @@ def main(descriptor: int, parent: int, make_environment: Callable[[Any], Any]) -
     gc.collect()
     gc.freeze()  # as Orchestrator.start does
     with socket.socket(fileno=descriptor) as connection:
-        if problem:
-            connection.sendall(b"".join(frame({"problem": problem})))
-        else:
-            asyncio.run(_serve(connection, runners, setup))
+        asyncio.run(_serve(connection, runners, setup, problem))
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # without what compiled modules print when they are unloaded
 
 
-async def _serve(connection: socket.socket, runners: list[Any], setup: dict[str, Any]) -> None:
-    """Run groups until the connection ends."""
+async def _serve(
+    connection: socket.socket, runners: list[Any], setup: dict[str, Any], problem: str
+) -> None:
+    """Run groups until the connection ends. If there is a problem with the environments, the
+    trainer's process ends it.
+    """
     contain_tasks(asyncio.get_running_loop())
     reader, writer = await asyncio.open_connection(sock=connection)
     outbox = Outbox(writer)
@@ -615,20 +613,19 @@ async def _serve(connection: socket.socket, runners: list[Any], setup: dict[str,
         outbox.send(message)
 
     try:
-        await asyncio.gather(*(runner.open() for runner in runners))
+        if not problem:
+            await asyncio.gather(*(runner.open() for runner in runners))
     except Exception as error:  # whatever the environment's own code raises
-        writer.writelines(frame({"problem": describe_error(error)}))
-        await writer.drain()
-        return
+        problem = describe_error(error)
     facts = [
         {
             "sizes": {split: runner.sizes(split) for split in ("train", "eval")},
             "description": runner.description,
         }
-        for runner, recipe in zip(runners, setup["recipes"], strict=True)
+        for runner, recipe in zip(runners, setup["recipes"], strict=False)
         if "pickled" not in recipe
     ]
-    send(problem="", facts=facts)
+    send(problem=problem, facts=facts)
     running: dict[int, tuple[asyncio.Task[None], _Places]] = {}
     is_alive = asyncio.create_task(_say_alive(send, setup["alive_s"], setup["blocked_s"]))
 
@@ -668,7 +665,8 @@ async def _serve(connection: socket.socket, runners: list[Any], setup: dict[str,
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    await asyncio.gather(*(runner.close() for runner in runners))
+    if not problem:
+        await asyncio.gather(*(runner.close() for runner in runners))
 
 
 class _Places:

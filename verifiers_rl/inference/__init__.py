@@ -5,18 +5,17 @@ from typing import TYPE_CHECKING
 from verifiers_rl.lazy import load_on_first_use
 
 if TYPE_CHECKING:
-    from verifiers_rl.inference.client import ControlRequest as ControlRequest
-    from verifiers_rl.inference.client import InferenceClient as InferenceClient
-    from verifiers_rl.inference.client import InferenceServerError as InferenceServerError
-    from verifiers_rl.inference.client import ServerLostError as ServerLostError
-    from verifiers_rl.inference.client import generation_key as generation_key
-    from verifiers_rl.inference.client import wait_for_servers as wait_for_servers
-    from verifiers_rl.inference.packed_tokens import allowed_tokens as allowed_tokens
-    from verifiers_rl.inference.rollout_client import ChatReply as ChatReply
-    from verifiers_rl.inference.rollout_client import ServerClient as ServerClient
-    from verifiers_rl.inference.session import RolloutSession as RolloutSession
-    from verifiers_rl.inference.session import SessionLostError as SessionLostError
-    from verifiers_rl.inference.session import derive_seed as derive_seed
+    from verifiers_rl.inference.client import (
+        ControlRequest,
+        InferenceClient,
+        InferenceServerError,
+        ServerLostError,
+        generation_key,
+        wait_for_servers,
+    )
+    from verifiers_rl.inference.packed_tokens import allowed_tokens
+    from verifiers_rl.inference.rollout_client import ChatReply, ServerClient
+    from verifiers_rl.inference.session import RolloutSession, SessionLostError, derive_seed
 
 HOME = {
     "InferenceClient": "client",

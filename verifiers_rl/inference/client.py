@@ -10,7 +10,6 @@ import json
 import os
 import select
 import socket
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
@@ -20,7 +19,7 @@ from urllib.parse import urlencode
 
 import httpx
 
-from verifiers_rl.process.waiting import WaitingLine
+from verifiers_rl.process.waiting import wait_until
 
 TOKEN_VARIABLE = "VERIFIERS_RL_TOKEN"
 
@@ -194,30 +193,24 @@ def wait_for_servers(
             `vf-vllm`, or the token is wrong.
         Interrupted: a signal asks the run to end.
     """
-    answers: list[dict[str, Any]] = []
-    missing, deadline = {**asks}, time.monotonic() + timeout_s
+    answers, missing = list[dict[str, Any]](), [*asks]
 
-    def where() -> str:
-        return ", ".join(client.base_url for client in missing)
-
-    line = WaitingLine(lambda: f"the server at {where()}, {timeout_s:g} s at most,")
-    while True:
+    def ask() -> bool:
         for client in [*missing]:
             with suppress(ServerLostError):
                 answers.append(asks[client]())
-                del missing[client]
-        is_late = time.monotonic() >= deadline
-        if len(answers) >= number or (answers and is_late):
-            return answers
-        line.show()
-        if is_late:
-            raise InferenceServerError(
-                f"no server at {where()} after {timeout_s:g} s (vllm_server_timeout). "
-                f"Start one with `vf-vllm --model ... --port {next(iter(asks)).port}`, or set "
-                "vllm_server_host and vllm_server_port, or vllm_servers for several"
-            )
-        # Nothing to await: the servers are other processes that may not exist yet.
-        time.sleep(0.25)
+                missing.remove(client)
+        return len(answers) >= number
+
+    where = ", ".join(client.base_url for client in asks)
+    wait_until(ask, f"the server at {where}, {timeout_s:g} s at most,", timeout_s)
+    if not answers:
+        raise InferenceServerError(
+            f"no server at {where} after {timeout_s:g} s (vllm_server_timeout). "
+            f"Start one with `vf-vllm --model ... --port {missing[0].port}`, or set "
+            "vllm_server_host and vllm_server_port, or vllm_servers for several"
+        )
+    return answers
 
 
 class ControlRequest:

@@ -11,14 +11,12 @@ from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
+from fastapi import HTTPException
+
 from verifiers_rl.sync.shared_buffers import GivenUpError
 
 RESUME_DEADLINE_S = 30.0
 POLL_S = 0.2  # vLLM has no event for the death of an engine
-
-
-class WorkerError(RuntimeError):
-    """What went wrong in a worker; its log says where."""
 
 
 async def answer_of(engine: Any, call: Awaitable[Any], timeout_s: float, name: str) -> Any:
@@ -66,13 +64,15 @@ async def run_in_workers(engine: Any, timeout_s: float, method: str, *args: Any)
     error.
 
     Raises:
-        WorkerError: with a worker's error. If one worker failed and the others only heard that it
-            left, with the error of the one that failed.
+        HTTPException: with a worker's error; its log says where. If one worker failed and the
+            others only heard that it left, with the error of the one that failed.
     """
     answers = await call_workers(engine, 2 * timeout_s + 60.0, method, *args)
     errors = [answer for answer in answers if answer is not None]
     if errors:
-        raise WorkerError(min(errors, key=lambda error: error.startswith(GivenUpError.__name__)))
+        first = min(errors, key=lambda error: error.startswith(GivenUpError.__name__))
+        # A ValueError is about what the trainer sends, so sending it again would not help.
+        raise HTTPException(400 if first.startswith(ValueError.__name__) else 500, first)
 
 
 def steps_together(engine: Any) -> bool:

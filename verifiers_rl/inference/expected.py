@@ -68,7 +68,7 @@ def as_served(plan: TransferPlan, model: Any, config: Any) -> TransferPlan:
         return plan
 
     def served(name: str) -> str:
-        wrapper = _PEFT_PREFIX if plan.kind == "adapter" else ""
+        wrapper = _PEFT_PREFIX if plan.adapter is not None else ""
         name = name.removeprefix(wrapper)
         for prefix in prefixes:
             name, _ = prefix.rename_source_key(name)

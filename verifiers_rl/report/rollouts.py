@@ -1,5 +1,5 @@
 """What a run writes about its rollouts: parquet, which pandas, DuckDB and `datasets` read.
-docs/rollouts_on_disk.md has each column.
+docs/watching.md has each column.
 
     rollouts/step-000120.parquet    all rollouts that ended since the file before, up to step 120
 

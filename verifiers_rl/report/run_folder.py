@@ -14,7 +14,7 @@ import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -188,15 +188,14 @@ def enter_run_folder(args: Any, resume: bool | str | None) -> str | None:
                 overwrite=args.overwrite_output_dir,
                 max_steps=args.max_steps,
             )
-            if checkpoint is not None:
-                raise_if_damaged(checkpoint, reads_all=True)
             if args.overwrite_output_dir:
                 clear_run_folder(args.output_dir)
-            found = {"checkpoint": None if checkpoint is None else str(checkpoint)}
             if checkpoint is not None:
+                raise_if_damaged(checkpoint, reads_all=True)
                 print(f"resuming from {checkpoint}", flush=True)
                 if checkpoint.resolve().parent == Path(args.output_dir).expanduser().resolve():
                     _set_later_aside(checkpoint)
+            found = {"checkpoint": checkpoint and str(checkpoint)}
     finally:  # rank 0 may give a checkpoint its name back, and rename others, so it alone looks
         found = broadcast_outcome(found, args.device)
     return found["checkpoint"]
@@ -273,10 +272,8 @@ def read_metrics(source: Path) -> list[dict[str, Any]]:
     """Return the rows of a metrics.jsonl, without lines that a killed process left unfinished."""
     rows = []
     for line in source.read_text("utf-8", "replace").splitlines():
-        try:
+        with suppress(json.JSONDecodeError):
             rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
     return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
 
 
@@ -339,7 +336,7 @@ def write_manifest(checkpoint: Path) -> None:
         str(path.relative_to(checkpoint)): [path.stat().st_size, checksum]
         for path, checksum in zip(paths, sums, strict=True)
     }
-    (checkpoint / MANIFEST).write_text(json.dumps(files, indent=1))
+    (checkpoint / MANIFEST).write_text(json.dumps(files, indent=1), "utf-8")
 
 
 def _checksum(path: Path) -> str:

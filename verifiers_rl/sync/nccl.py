@@ -18,8 +18,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
 
@@ -65,22 +64,15 @@ def make_nccl_group(store: dist.Store, rank: int, world_size: int) -> Any:
     """Make a process group, apart from torch's default group. It connects at its first message."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = GROUP_TIMEOUT
-    with _making, _environment(ERRORS_ARE_OURS):
-        return dist.ProcessGroupNCCL(store, rank, world_size, options)
-
-
-@contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
+    with _making:
+        before = {name: os.environ[name] for name in ERRORS_ARE_OURS if name in os.environ}
+        os.environ.update(ERRORS_ARE_OURS)
+        try:
+            return dist.ProcessGroupNCCL(store, rank, world_size, options)
+        finally:
+            for name in ERRORS_ARE_OURS:
                 del os.environ[name]
-            else:
-                os.environ[name] = value
+            os.environ.update(before)
 
 
 class NcclTransport:

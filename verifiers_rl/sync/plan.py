@@ -77,10 +77,6 @@ class TransferPlan(BaseModel, frozen=True):
     bucket_bytes: Annotated[int, Field(gt=0, le=MAX_BUCKET_BYTES)]
     adapter: AdapterConfig | None = None
 
-    @property
-    def kind(self) -> Literal["full", "adapter"]:
-        return "full" if self.adapter is None else "adapter"
-
     @cached_property
     def buckets(self) -> list[Bucket]:
         dtype: torch.dtype = getattr(torch, self.dtype)

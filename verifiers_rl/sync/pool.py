@@ -177,8 +177,8 @@ class ServerPool:
         """
         start = time.monotonic()
         is_first = self.model_name == ""
-        with self._lock:  # another thread may lose one meanwhile
-            pushed = [(one, one.sync) for one in self.replicas if one.sync is not None]
+        # Read once: another thread may lose one meanwhile.
+        pushed = [(one, sync) for one in self.replicas if (sync := one.sync) is not None]
         if not pushed:
             raise self._error_of_all()
         self.policy_version, num_bytes = None, 0
@@ -251,9 +251,8 @@ class ServerPool:
             thread.join()
         self._watching, self.policy_version = [], None
         for replica in self.replicas:
-            with self._lock:
-                replica.policy_version, sync = None, replica.sync
-            if sync is not None:
+            replica.policy_version = None
+            if (sync := replica.sync) is not None:
                 sync.close()
 
     def _serving(self) -> list[Replica]:

@@ -53,8 +53,7 @@ class SharedBuffers:
     def __init__(self, fd: int, num_workers: int, num_buffers: int, buffer_bytes: int) -> None:
         head = -(-8 * (_COUNTS + num_workers) // _PAGE) * _PAGE
         size = head + num_buffers * buffer_bytes
-        if os.fstat(fd).st_size != size:
-            os.ftruncate(fd, size)
+        os.ftruncate(fd, size)
         memory = mmap.mmap(fd, size)
         self._words = np.frombuffer(memory, np.int64, _COUNTS + num_workers)
         self._buffers = np.frombuffer(memory, np.uint8)[head:].reshape(num_buffers, buffer_bytes)
@@ -131,19 +130,14 @@ def shared_with_workers(
     num_workers: int, num_buffers: int, buffer_bytes: int
 ) -> Iterator[tuple[SharedBuffers, list[int]]]:
     """Yield new memory, and its address: inside, `attach` finds the memory by that."""
-    fd = os.memfd_create("weights")
-    try:
-        sizes = (num_workers, num_buffers, buffer_bytes)
+    sizes = (num_workers, num_buffers, buffer_bytes)
+    with open(os.memfd_create("weights"), "r+b") as file:
+        fd = file.fileno()
         yield SharedBuffers(fd, *sizes), [os.getpid(), fd, *sizes]
-    finally:
-        os.close(fd)
 
 
 def attach(address: Sequence[int]) -> SharedBuffers:
     """Return the memory that another process of this user, on this machine, has made."""
     pid, their_fd, *sizes = address
-    fd = os.open(f"/proc/{pid}/fd/{their_fd}", os.O_RDWR)
-    try:
-        return SharedBuffers(fd, *sizes)
-    finally:
-        os.close(fd)
+    with open(f"/proc/{pid}/fd/{their_fd}", "r+b") as file:
+        return SharedBuffers(file.fileno(), *sizes)

@@ -71,21 +71,26 @@ def check_adapter(config: Any, lora_sync: str) -> None:
         )
     if lora_sync == "merged" or config.modules_to_save:  # which are sent merged only
         return
-    reasons = {
-        "target_parameters": "the adapter reaches into tensors that hold the experts of a layer; "
-        "leave these layers out of lora_target_modules, as its default does",
-        "rank_pattern": "vLLM has one rank and alpha for an adapter",
-        "alpha_pattern": "vLLM has one rank and alpha for an adapter",
-    }
-    found = {name: reason for name, reason in reasons.items() if getattr(config, name, None)}
-    if config.init_lora_weights not in _KEEPS_BASE_WEIGHTS:
-        found["init_lora_weights"] = "it changes the base weights, so the server's do not fit"
-    if config.bias != "none":
-        found["bias"] = "vLLM takes no biases in an adapter"
-    for name, reason in found.items():
-        value = getattr(config, name)
-        value = sorted(value) if isinstance(value, list | set) else value
-        raise ConfigError(f"peft_config.{name}={value!r}: {reason}; set lora_sync='merged'")
+    for name, is_plain, reason in (
+        (
+            "target_parameters",
+            not config.target_parameters,
+            "the adapter reaches into tensors that hold the experts of a layer; leave these layers "
+            "out of lora_target_modules, as its default does",
+        ),
+        ("rank_pattern", not config.rank_pattern, "vLLM has one rank and alpha for an adapter"),
+        ("alpha_pattern", not config.alpha_pattern, "vLLM has one rank and alpha for an adapter"),
+        (
+            "init_lora_weights",
+            config.init_lora_weights in _KEEPS_BASE_WEIGHTS,
+            "it changes the base weights, so the server's do not fit",
+        ),
+        ("bias", config.bias == "none", "vLLM takes no biases in an adapter"),
+    ):
+        if not is_plain:
+            value = getattr(config, name)
+            value = sorted(value) if isinstance(value, list | set) else value
+            raise ConfigError(f"peft_config.{name}={value!r}: {reason}; set lora_sync='merged'")
 
 
 # --- What travels ---------------------------------------------------------------------------------
@@ -210,7 +215,7 @@ def _merge(module: Any) -> Tensor:
     weight = gather_full(_adapted_weight(module)).float()
     a, b = gather_full(a).float(), gather_full(b).float()  # (r, in), (out, r)
     add: Any = torch.addmm
-    is_transposed = is_embedding
+    is_transposed = is_embedding or getattr(module, "fan_in_fan_out", False)
     if weight.ndim == 3:
         a = a.reshape(len(weight), -1, a.shape[-1])  # (experts, r, in)
         b = b.reshape(len(b), -1, len(weight)).permute(2, 0, 1)  # (experts, out, r)

@@ -154,10 +154,8 @@ class WeightSync:
             InferenceServerError: another trainer has the server, or it cannot take these weights.
                 The message says why and what to change.
         """
-        if self.connection is not None:
-            assert self._hold is not None
-            if not self._hold.has_reply():
-                return
+        if self.connection is not None and self._hold is not None and not self._hold.has_reply():
+            return
         with self._connecting:
             self.close()  # something between us and the server may have cut what held it
             self._connect(model, sources, adapter)
@@ -190,7 +188,7 @@ class WeightSync:
         self.num_pushes = 0
         logger.info(
             "weight sync: %s of %d tensors, %.1f MB a push, over %s to %d worker(s)",
-            self.plan.kind,
+            "full" if adapter is None else "adapter",
             len(sources),
             self.plan.num_bytes / 1e6,
             backend,

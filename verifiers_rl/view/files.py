@@ -16,17 +16,40 @@ import pyarrow.parquet as pq
 
 from verifiers_rl.report.rollouts import NUMBERS, TEXTS
 
-INDEX = np.dtype([
-    ("step", "i4"), ("group", "i4"), ("example", "i8"), ("num_tokens", "i4"), ("reward", "f4"),
-    ("env", "u2"), ("flags", "u2"),
-])  # fmt: skip
+INDEX = np.dtype(
+    [
+        ("step", "i4"),
+        ("group", "i4"),
+        ("example", "i8"),
+        ("num_tokens", "i4"),
+        ("reward", "f4"),
+        ("env", "u2"),
+        ("flags", "u2"),
+    ]
+)
 IS_EVAL, HAS_ERROR, IS_TRUNCATED, HAS_TOKENS, IN_LOSS = 1, 2, 4, 8, 16
-_KEPT = ["step", "group", "example", "num_tokens", "reward", "env", "split", "error",
-         "is_truncated", "has_tokens", "in_loss"]  # fmt: skip
-_MESSAGE = [f"{{}}.list.element.{name}" for name in ("content", "reasoning_content",
-            "tool_calls.list.element.function")]  # fmt: skip
-_SEARCHED = ["error", *(name.format("messages") for name in _MESSAGE),
-             *(name.format("other_branches.list.element") for name in _MESSAGE)]  # fmt: skip
+_KEPT = [
+    "step",
+    "group",
+    "example",
+    "num_tokens",
+    "reward",
+    "env",
+    "split",
+    "error",
+    "is_truncated",
+    "has_tokens",
+    "in_loss",
+]
+_MESSAGE = [
+    f"{{}}.list.element.{name}"
+    for name in ("content", "reasoning_content", "tool_calls.list.element.function")
+]
+_SEARCHED = [
+    "error",
+    *(name.format("messages") for name in _MESSAGE),
+    *(name.format("other_branches.list.element") for name in _MESSAGE),
+]
 Stamp = tuple[int, int, int]
 
 

@@ -177,8 +177,11 @@ class Run:
             not_finite = {name: list(what) for name, what in found.not_finite.items()}
             generation = found.generation
         return {
-            "generation": generation, "start": start, "columns": columns, "not_finite": not_finite,
-        }  # fmt: skip
+            "generation": generation,
+            "start": start,
+            "columns": columns,
+            "not_finite": not_finite,
+        }
 
     def _look(self) -> None:
         """Look which files of rollouts there are now."""
