@@ -431,6 +431,37 @@ def test_each_part_can_be_replaced_beside_the_others(make_whole, monkeypatch):
 # --- The loop -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("num_ahead", [0, 1])
+def test_a_server_that_shares_the_gpu_sleeps_in_each_step_where_none_is_ahead(
+    make_trainer, num_ahead
+):
+    class Sleeper(StubSink):
+        sleeps = True
+
+        def push(self, model, policy_version):
+            source.calls.append(f"push {policy_version}")
+            return super().push(model, policy_version)
+
+        def sleep(self):
+            source.calls.append("sleep")
+
+    source = StubSource()
+    trainer = make_trainer(
+        source=source, max_off_policy_steps=num_ahead, eval_strategy="steps", eval_steps=2
+    )
+    trainer.weight_sync = Sleeper()
+    trainer.train()
+    if num_ahead:
+        assert "sleep" not in source.calls
+        return
+    assert source.calls == [
+        "push 0", "submit 0", "get 0", "sleep",
+        "push 1", "submit 1", "get 1", "sleep",
+        "push 2", "evaluate 2", "submit 2", "get 2", "evaluated 2", "sleep",
+        "push 3", "evaluate 3", "evaluated 3",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("ahead", "versions", "pushed"),
     [

@@ -367,14 +367,19 @@ class RLTrainer(SavingTrainer):
 
     def _request_ahead(self) -> None:
         """Send the weights that this step starts from. Request the batches of the next
-        max_off_policy_steps steps, except those that are pending already.
+        max_off_policy_steps steps, except those that are pending already. With none ahead, a server
+        that shares the GPU leaves its memory to the step.
         """
         step, num_ahead = self.state.global_step, self.args.max_off_policy_steps
-        if num_ahead and self.evaluations.due is not None:  # also where no batch is requested
+        if self.evaluations.due is not None:  # also where no batch is requested
             self._sync_weights()
         last = min(step + num_ahead, self.args.max_steps - 1)
         for ahead in range(step + 1 + self.orchestrator.num_pending, last + 1):
             self._request(ahead)
+        sink: Any = self.weight_sync
+        if not num_ahead and getattr(sink, "sleeps", False):
+            self.evaluations.end()
+            sink.sleep()
 
     def _request(self, step: int) -> None:
         """Request the batch of a step, of the weights that this step starts from."""
