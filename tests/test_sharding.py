@@ -334,7 +334,7 @@ def test_two_ranks_give_the_weights_of_one_process(tmp_path, one_process, kind):
 def fsdp2(**options):
     whole = StateDictType.FULL_STATE_DICT
     given = {"fsdp_version": 2, "cpu_offload": None, "state_dict_type": whole}
-    return SimpleNamespace(**given | options)
+    return SimpleNamespace(**{**given, "activation_checkpointing": False, **options})
 
 
 @pytest.mark.parametrize(
@@ -352,6 +352,11 @@ def fsdp2(**options):
             {"fsdp_plugin": fsdp2(state_dict_type=StateDictType.SHARDED_STATE_DICT)},
             {},
             "SHARDED_STATE_DICT: Trainer would save no model .* set .*FULL_STATE_DICT",
+        ),
+        (
+            {"fsdp_plugin": fsdp2(activation_checkpointing=True)},
+            {},
+            "activation_checkpointing: it renames .* set gradient_checkpointing = true",
         ),
         ({"deepspeed_plugin": SimpleNamespace(zero_stage=2)}, {}, "kl_beta without LoRA"),
         ({"deepspeed_plugin": SimpleNamespace(zero_stage=3)}, {}, "kl_beta without LoRA"),

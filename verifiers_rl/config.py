@@ -544,8 +544,11 @@ class RLConfig(TrainingArguments):
         if self.output_dir is None:
             self.output_dir = f"outputs/{self.run_name or 'rl'}"
         if self.bf16 is None:
+            # Emulated, as on a T4, it would be slow, and such a GPU's server computes in float16.
             self.bf16 = (
-                not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+                not self.use_cpu
+                and torch.cuda.is_available()
+                and torch.cuda.is_bf16_supported(including_emulation=False)
             )
         # The new name of gradient_checkpointing; transformers warns if only the old one is set.
         if self.gradient_checkpointing is not None and hasattr(self, "activation_checkpointing"):
