@@ -35,6 +35,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from peft.helpers import disable_input_dtype_casting
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, set_seed
@@ -293,16 +294,18 @@ class RLTrainer(SavingTrainer):
             is_computed &= sizes.has_advantage > 0
         model.train()
         batch_loss = torch.zeros((), device=args.device)
-        for microbatch, is_last in self._microbatches(batch, is_computed, weights):
-            self._stop_if_asked()
-            with accumulating(self.accelerator, args, model, is_last):
-                with self.compute_loss_context_manager():
-                    loss = self.microbatch_loss(model, microbatch, means)
-                    loss = loss * args.world_size / denominator
-                batch_loss += loss.detach()
-                if is_last:
-                    self._before_last_backward(batch_loss)
-                self.accelerator.backward(loss)
+        # PEFT would cast an adapter's inputs to float32, and autocast back to bfloat16.
+        with disable_input_dtype_casting(model, self.accelerator.native_amp):
+            for microbatch, is_last in self._microbatches(batch, is_computed, weights):
+                self._stop_if_asked()
+                with accumulating(self.accelerator, args, model, is_last):
+                    with self.compute_loss_context_manager():
+                        loss = self.microbatch_loss(model, microbatch, means)
+                        loss = loss * args.world_size / denominator
+                    batch_loss += loss.detach()
+                    if is_last:
+                        self._before_last_backward(batch_loss)
+                    self.accelerator.backward(loss)
         with self.checkpoints.saving_on_error():
             raise_if_gradient_not_finite(model)
         return batch_loss
