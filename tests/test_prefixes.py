@@ -6,11 +6,13 @@ import random
 import shutil
 import traceback
 from itertools import cycle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
 
@@ -141,12 +143,44 @@ def test_sharing_stops_where_a_mask_costs_more():
     assert bundles(512, 600, 16, hidden_size=1024) == [16]  # too wide for a mask, so without one
 
 
-@pytest.fixture(params=["sdpa", "sdpa in calls", "eager"])
+@pytest.fixture(params=["sdpa", "sdpa in calls", "sdpa in varlen", "eager"])
 def attention(request, monkeypatch):
-    """The name of an attention implementation; of SDPA with a mask and with a call per sample."""
+    """The name of an attention implementation; of SDPA with a mask, with a call per sample, and as
+    on a GPU.
+    """
     in_calls = request.param == "sdpa in calls"
     monkeypatch.setattr(forward, "_is_cheaper_in_calls", lambda *_: in_calls)
+    if request.param == "sdpa in varlen":
+        emulate_varlen(monkeypatch)
     return request.param.split()[0]
+
+
+def emulate_varlen(monkeypatch):
+    monkeypatch.setattr(forward, "HAS_VARLEN", ("cpu",))
+    monkeypatch.setattr(forward, "varlen_attn", varlen_by_hand)
+
+
+def varlen_by_hand(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *,
+    scale=None, window_size=(-1, -1), enable_gqa=False,
+):  # fmt: skip
+    """What torch's `varlen_attn` computes, which needs a GPU: each query of a sequence sees the
+    keys up to its own place from the end.
+    """
+    assert window_size == (-1, 0) and cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    repeats, rest = divmod(query.shape[1], key.shape[1])
+    assert rest == 0 and (enable_gqa or repeats == 1)
+    ends = [cu_seq_q.tolist(), cu_seq_k.tolist()]
+    assert [max(np.diff(end)) for end in ends] == [max_q, max_k]
+    assert [end[-1] for end in ends] == [len(query), len(key)] and len(key) == len(value)
+    outputs = []
+    for q0, q1, k0, k1 in zip(ends[0], ends[0][1:], ends[1], ends[1][1:], strict=False):
+        k, v = (x[k0:k1].repeat_interleave(repeats, 1) for x in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query[q0:q1], k) * (scale or query.shape[2] ** -0.5)
+        is_seen = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool).tril((k1 - k0) - (q1 - q0))
+        weights = scores.masked_fill(~is_seen, -torch.inf).softmax(-1)
+        outputs.append(torch.einsum("hqk,khd->qhd", weights, v))
+    return torch.cat(outputs)
 
 
 def test_with_eager_attention_rows_with_a_common_beginning_stay_narrow():
@@ -250,15 +284,16 @@ def logits_of_samples(model, microbatch, inputs):
 
 
 @pytest.mark.parametrize(
-    ("attention", "in_calls"),
-    [("sdpa", False), ("sdpa", True), ("eager", None)],
+    ("attention", "way"),
+    [("sdpa", "mask"), ("sdpa", "calls"), ("sdpa", "varlen"), ("eager", None)],
 )
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch.compile's own
 @torch.no_grad()
-def test_each_token_sees_its_own_sample_only(attention, in_calls):
+def test_each_token_sees_its_own_sample_only(monkeypatch, attention, way):
+    emulate_varlen(monkeypatch)
     model = make_tiny_llama().eval()
     samples = [sample for sample in make_tree(3) if len(sample.token_ids) > 1]
-    (plan,), num_shared = plan_all(samples, 100)
+    (plan,), num_shared = plan_all(samples, 100, layout="flat" if way == "varlen" else "packed")
     expected = {
         tuple(s.token_ids): model(input_ids=torch.tensor(s.token_ids[None]).long()).logits[0]
         for s in samples
@@ -269,7 +304,7 @@ def test_each_token_sees_its_own_sample_only(attention, in_calls):
     seen = 0
     for rows in plan:
         microbatch = collate(samples, rows, [1.0] * len(samples), 0, num_shared)
-        inputs = forward.inputs_of_shared_rows(microbatch, attention, in_calls)
+        inputs = forward.inputs_of_shared_rows(microbatch, attention, way)
         given = logits_of_samples(model, microbatch, inputs)
         for segment, logits in zip(microbatch.segments, given, strict=True):
             ids = tuple(microbatch.input_ids[segment.row, torch.from_numpy(segment.path)].tolist())
@@ -315,6 +350,97 @@ def test_flash_attention_gets_the_sequences_of_the_samples(monkeypatch):
     given = logits_of_samples(model, microbatch, inputs)
     for ours, theirs in zip(given, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def grouped_qkv(device, dtype):
+    """Queries of 4 heads, keys and values of 2, of a row of 7 tokens; as a model gives them."""
+    torch.manual_seed(0)
+    return [
+        torch.randn(1, 7, heads, 8, device=device, dtype=dtype).transpose(1, 2).requires_grad_()
+        for heads in (4, 2, 2)
+    ]
+
+
+def row_of_the_documentation(device):
+    samples = [make_sample([ord(c) for c in text], 1, 0.5) for text in ("abcd", "abcef", "abg")]
+    return copy_to(collate(samples, [[0, 1, 2]], [1.0] * 3, 0, [0, 3, 2]), torch.device(device))
+
+
+def gradients_in(way, device, dtype):
+    """Attention of a row with a common beginning, and the gradients."""
+    forward.wrap_attention("sdpa")
+    qkv = grouped_qkv(device, dtype)
+    inputs = forward.inputs_of_shared_rows(row_of_the_documentation(device), "sdpa", way)
+    segments = inputs[forward.KEYWORD]
+    module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+    attend = forward.ALL_ATTENTION_FUNCTIONS["sdpa"]
+    output, _ = attend(
+        module, *qkv, inputs["attention_mask"], sample_segments=segments, scaling=0.4
+    )
+    return output, torch.autograd.grad(output.square().sum(), qkv)
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
+)
+def test_varlen_and_its_gradient_equal_a_call_for_each_sample(monkeypatch, device):
+    expected, expected_grads = gradients_in("calls", "cpu", torch.float32)
+    is_cpu = device == "cpu"
+    if is_cpu:
+        emulate_varlen(monkeypatch)
+    given, grads = gradients_in("varlen", device, torch.float32 if is_cpu else torch.bfloat16)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if is_cpu else {"rtol": 5e-2, "atol": 5e-2}
+    for ours, theirs in zip((given, *grads), (expected, *expected_grads), strict=True):
+        torch.testing.assert_close(ours.float().cpu(), theirs, **tolerance)
+
+
+def test_backward_keeps_no_copies_of_common_keys(monkeypatch):
+    emulate_varlen(monkeypatch)
+    numbers = []
+
+    def pack(tensor):
+        numbers.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        gradients_in("varlen", "cpu", torch.float32)
+    assert 7 * 2 * 8 in numbers and (4 + 5 + 3) * 2 * 8 not in numbers  # keys of 2 heads of 8
+
+
+def test_varlen_gets_all_in_the_dtype_of_the_values():
+    """A norm with float32 weights gives float32 queries and keys. Shapes and dtypes alone."""
+    inputs = forward.inputs_of_shared_rows(row_of_the_documentation("cpu"), "sdpa", "varlen")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        query, key, value = grouped_qkv("cpu", torch.float32)
+        segments, half = inputs[forward.KEYWORD], value.bfloat16()
+        output, _ = forward._in_sequences(
+            forward._varlen, segments, None, query, key, half, scaling=0.4
+        )
+        assert (output.shape, output.dtype) == ((1, 7, 4, 8), torch.bfloat16)
+        grads = torch.autograd.grad(output.sum(), [query, key, value])
+    assert [grad.dtype for grad in grads] == [torch.float32] * 3
+
+
+@torch.no_grad()
+def test_flash_attention_looks_at_no_positions_where_each_row_is_a_sample(monkeypatch):
+    """It would wait for the device in each layer, to see whether they restart."""
+    seen = []
+
+    def attend(module, query, key, value, mask, position_ids=None, **kwargs):
+        seen.append((mask, position_ids))
+        return query.transpose(1, 2), None
+
+    functions = forward.ALL_ATTENTION_FUNCTIONS
+    monkeypatch.setitem(functions._global_mapping, "flash_that_sees", attend)
+    forward.wrap_attention("flash_that_sees")
+    monkeypatch.setitem(functions._local_mapping, "sdpa", functions["flash_that_sees"])
+    ids = torch.arange(6).reshape(2, 3)
+    inputs = forward.inputs_of_whole_rows("flash_attention_2", ids.device)
+    make_tiny_model()(input_ids=ids, use_cache=False, **inputs)
+    assert seen == [(None, None)] * 2  # a layer each
 
 
 def make_mistral(sliding_window):

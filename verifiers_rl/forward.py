@@ -7,14 +7,17 @@ A row of one sample needs no mask. For others it depends on the attention implem
     eager, sdpa      a mask of width^2 entries
     sdpa             in wide rows, a call for each sample: its own tokens are the queries, all of
                      its tokens are the keys. Each pair of tokens is computed once
-    flash attention  the same queries and keys as above, in one call, as sequences of these lengths
+    sdpa on a GPU    the same queries and keys as above, in one call of torch's `varlen_attn`, as
+                     sequences of these lengths. A row has all samples of a microbatch (layout
+                     "flat"), and the keys of a common beginning are copied for each sample
+    flash attention  the same in transformers' own call
 
 A model for which this does not work tells the samples of a row apart as transformers does: by
 positions that restart at 0. Its samples have no tokens in common. Before the first step,
 `try_model` finds out what works with the model.
 
-The calls for each sample need no change of the model: transformers passes keyword arguments of a
-forward on to the function that computes attention, and this module wraps that function.
+None of these needs a change of the model: transformers passes keyword arguments of a forward on to
+the function that computes attention, and this module wraps that function.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -30,6 +33,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
+from torch.nn.attention.varlen import varlen_attn
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -51,6 +56,7 @@ KEYWORD = "sample_segments"  # the parameter of `attention` below that takes `Sa
 # What a call of SDPA costs beside its work, in pairs of a query and a key, forward and backward.
 # Estimates: 0.1 ms on a CPU at 1 TFLOP/s and less, 0.05 ms on a GPU at 100.
 CALL_COST = {"cpu": 2**13, "cuda": 2**18}
+HAS_VARLEN = ("cuda",)  # kinds of devices
 
 
 def predict_targets(
@@ -106,14 +112,16 @@ class SampleSegments:
     """What the attention of each layer needs of a microbatch, on its device.
 
     Attributes:
+        way: how attention uses it: "calls", "varlen" or "flash".
         rows: for each row, the number of queries and of keys of each segment, and the columns of
             all keys, segment by segment.
-        masks: by numbers of queries and keys, (1, 1, queries, keys) bool; the last query sees all
-            keys.
+        masks: for calls, by numbers of queries and keys, (1, 1, queries, keys) bool; the last query
+            sees all keys.
         sequences: of the first row, as flash attention takes their lengths.
     """
 
-    def __init__(self, microbatch: Microbatch, device: torch.device) -> None:
+    def __init__(self, microbatch: Microbatch, device: torch.device, way: str) -> None:
+        self.way = way
         self.rows: list[tuple[list[int], list[int], Tensor]] = []
         self.masks: dict[tuple[int, int], Tensor] = {}
         for row in range(len(microbatch.input_ids)):
@@ -124,7 +132,7 @@ class SampleSegments:
             columns = torch.from_numpy(np.concatenate(paths)).to(device, non_blocking=True)
             self.rows.append((queries, keys, columns))
             for n, m in zip(queries, keys, strict=True):
-                if n < m and (n, m) not in self.masks:
+                if way == "calls" and n < m and (n, m) not in self.masks:
                     ones = torch.ones(n, m, dtype=torch.bool, device=device)
                     self.masks[n, m] = ones.tril_(m - n)[None, None]
 
@@ -154,6 +162,8 @@ def _is_cheaper_in_calls(microbatch: Microbatch, device: torch.device) -> bool:
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
+# Compiled for its lists of lengths, it would be compiled anew for each microbatch.
+@torch.compiler.disable
 def _in_calls(
     attend: Attention,
     segments: SampleSegments,
@@ -189,6 +199,7 @@ def _in_calls(
     return torch.cat(rows), None
 
 
+@torch.compiler.disable
 def _in_sequences(
     attend: Attention,
     segments: SampleSegments,
@@ -198,13 +209,44 @@ def _in_sequences(
     value: Tensor,
     *args: Any,
     **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, None]:
     """Give flash attention sequences, in the only row of the layout "flat". Its causal mask lets
     the last query of a sequence see the last key.
     """
     columns = segments.rows[0][2]
-    key, value = key.index_select(2, columns), value.index_select(2, columns)
-    return attend(module, query, key, value, None, *args, **segments.sequences, **kwargs)
+
+    def attend_to(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        key, value = key.index_select(2, columns), value.index_select(2, columns)
+        return attend(module, query, key, value, None, *args, **segments.sequences, **kwargs)[0]
+
+    if len(columns) == query.shape[2]:
+        return attend_to(query, key, value), None
+    # The keys of samples with tokens in common are many more than the row has. Backward does not
+    # keep them, and computes this again.
+    return checkpoint(attend_to, query, key, value, use_reentrant=False), None
+
+
+def _varlen(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: None,
+    *,
+    scaling: float | None = None,
+    **lengths: Any,
+) -> tuple[Tensor, None]:
+    """Torch's flash attention, with the parameters that transformers has for its own."""
+    # Autocast does not know the operator, and a norm with float32 weights gives float32.
+    q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+    output: Any = varlen_attn(
+        *(q, k, v, lengths["cu_seq_lens_q"], lengths["cu_seq_lens_k"]),
+        *(lengths["max_length_q"], lengths["max_length_k"]),
+        scale=scaling,
+        window_size=(-1, 0),  # causal, see `_in_sequences`
+        enable_gqa=True,
+    )
+    return output[None], None
 
 
 def wrap_attention(implementation: str) -> None:
@@ -214,8 +256,6 @@ def wrap_attention(implementation: str) -> None:
     attend: Any = ALL_ATTENTION_FUNCTIONS[implementation]
     if hasattr(attend, "takes_segments"):
         return
-    # Compiled for its lists of lengths, it would be compiled anew for each microbatch.
-    by_segment = torch.compiler.disable(_in_sequences if "flash" in implementation else _in_calls)
 
     @functools.wraps(attend)
     def attention(
@@ -230,8 +270,14 @@ def wrap_attention(implementation: str) -> None:
     ) -> tuple[Tensor, Tensor | None]:
         tensors = query, key, value
         if isinstance(sample_segments, SampleSegments):
-            return by_segment(attend, sample_segments, module, *tensors, *args, **kwargs)
-        mask = None if sample_segments == "whole rows" else mask
+            way = sample_segments.way
+            by_segment = _in_calls if way == "calls" else _in_sequences
+            function = _varlen if way == "varlen" else attend
+            return by_segment(function, sample_segments, module, *tensors, *args, **kwargs)
+        if sample_segments == "whole rows":
+            mask = None
+            # In each layer, flash attention would wait for the device to see whether they restart.
+            kwargs.pop("position_ids", None)
         return attend(module, *tensors, mask, *args, **kwargs)
 
     wrapped: Any = attention
@@ -256,7 +302,8 @@ def attention_inputs(microbatch: Microbatch, config: Any, support: ModelSupport)
     num_samples = sum(not segment.is_padding for segment in microbatch.segments)
     if num_samples <= len(microbatch.input_ids) and not microbatch.shares_prefixes:
         return inputs_of_whole_rows(implementation, microbatch.input_ids.device)
-    return inputs_of_shared_rows(microbatch, implementation)
+    way = "varlen" if support.layout == "flat" else None
+    return inputs_of_shared_rows(microbatch, implementation, way)
 
 
 def inputs_of_whole_rows(implementation: str, device: torch.device) -> dict[str, Any]:
@@ -274,22 +321,27 @@ def _any_mask(device: torch.device) -> Tensor:
 
 
 def inputs_of_shared_rows(
-    microbatch: Microbatch, implementation: str, in_calls: bool | None = None
+    microbatch: Microbatch, implementation: str, way: str | None = None
 ) -> dict[str, Any]:
     """Do as `attention_inputs`, for rows of several samples, which may have tokens in common.
 
     Args:
         microbatch: on the device of the model.
         implementation: the model's attention implementation.
-        in_calls: whether SDPA is called for each sample; default: what takes less time.
+        way: how SDPA keeps samples apart: "mask"; "calls", one for each; "varlen", of one row.
+            Default: of the first two what takes less time.
     """
     inputs: dict[str, Any] = {"position_ids": microbatch.position_ids}
     visible_until = microbatch.visible_until  # (B, T)
     device = visible_until.device
-    if implementation == "sdpa" and in_calls is None:
-        in_calls = _is_cheaper_in_calls(microbatch, device)
-    if "flash" in implementation or (implementation == "sdpa" and in_calls):
-        inputs[KEYWORD] = SampleSegments(microbatch, device)
+    if "flash" in implementation:
+        way = "flash"
+    elif implementation != "sdpa":
+        way = "mask"
+    elif way is None:
+        way = "calls" if _is_cheaper_in_calls(microbatch, device) else "mask"
+    if way != "mask":
+        inputs[KEYWORD] = SampleSegments(microbatch, device, way)
         inputs["attention_mask"] = _any_mask(device)
     else:
         columns = torch.arange(visible_until.shape[1], device=device)
@@ -326,12 +378,19 @@ def try_model(model: nn.Module, base: Any, args: RLConfig) -> ModelSupport:
         if why_not:
             logger.warning("what samples begin with is computed for each: %s", why_not)
         shares_prefixes = why_not is None
-    is_flash = "flash" in str(getattr(base.config, "_attn_implementation", ""))
+    attention = str(config._attn_implementation)
+    is_flat = "flash" in attention
+    if shares_prefixes and attention == "sdpa" and base.device.type in HAS_VARLEN:
+        # It takes half precision, and heads of some sizes, on GPUs from compute capability 8.0 on.
+        why_not = reason_against_sharing_prefixes(model, base, args.max_seq_len, ["varlen"])
+        if why_not:
+            logger.warning("attention has a call for each sample: %s", why_not)
+        is_flat = why_not is None
     return ModelSupport(
-        layout="padded" if why_padded else "flat" if is_flash else "packed",
+        layout="padded" if why_padded else "flat" if is_flat else "packed",
         shares_prefixes=shares_prefixes,
         hidden_size=getattr(config, "hidden_size", 1024),
-        attention=str(config._attn_implementation),
+        attention=attention,
     )
 
 
@@ -407,7 +466,9 @@ def reason_against_sharing_rows(model: nn.Module, base: nn.Module) -> str | None
     return None
 
 
-def reason_against_sharing_prefixes(model: nn.Module, base: Any, max_seq_len: int) -> str | None:
+def reason_against_sharing_prefixes(
+    model: nn.Module, base: Any, max_seq_len: int, ways: Sequence[str] = ("mask", "calls")
+) -> str | None:
     """Return why samples with tokens in common would be computed otherwise than alone in this
     model; None if they would not.
 
@@ -418,6 +479,7 @@ def reason_against_sharing_prefixes(model: nn.Module, base: Any, max_seq_len: in
     Args:
         model, base: see `try_model`.
         max_seq_len: of the samples to come.
+        ways: of SDPA to try, see `inputs_of_shared_rows`.
     """
     config = base.config.get_text_config()
     for name in ("sliding_window", "attention_chunk_size"):
@@ -440,11 +502,11 @@ def reason_against_sharing_prefixes(model: nn.Module, base: Any, max_seq_len: in
         return model(input_ids=input_ids, use_cache=False, **inputs).logits[0]
 
     with _evaluating(model):
-        for in_calls in (False, True) if implementation == "sdpa" else (None,):
-            inputs = inputs_of_shared_rows(shared, implementation, in_calls)
+        for way in ways:
+            inputs = inputs_of_shared_rows(shared, implementation, way)
             try:
                 logits = logits_of(shared.input_ids, **inputs)
-            except (TypeError, ValueError, NotImplementedError) as error:
+            except (TypeError, ValueError, RuntimeError) as error:
                 return f"it takes no such rows: {error}"
             for segment, sequence in zip(shared.segments, sequences, strict=True):
                 alone = torch.from_numpy(sequence).to(ids.device)[None]
