@@ -228,7 +228,7 @@ def test_the_shared_step_equals_the_reference_under_every_option(
 ):
     from verifiers_rl import forward as module
 
-    monkeypatch.setattr(module, "chunk_size_for", lambda vocab_size: chunk_size)
+    monkeypatch.setattr(module, "chunk_size_for", lambda *_: chunk_size)
     samples = with_logprobs_near(make_tiny_llama(), make_tree(2), 1.0)
     model = make_tiny_llama()
     model.set_attn_implementation(attention)

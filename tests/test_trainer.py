@@ -278,7 +278,7 @@ def test_the_step_equals_the_reference_under_every_option(make_trainer, monkeypa
     from verifiers_rl import forward as module
 
     (use_lora, gradient_checkpointing, chunk_size), (normalization, loss, make_base) = way, kind
-    monkeypatch.setattr(module, "chunk_size_for", lambda vocab_size: chunk_size)
+    monkeypatch.setattr(module, "chunk_size_for", lambda *_: chunk_size)
     samples = with_logprobs_near(make_base(), make_samples(5, seed=3, longest=14), 1.0)
     samples[1].rollout_id = samples[3].rollout_id = 0  # a rollout broken into two samples
     trainer = make_trainer(
@@ -328,7 +328,7 @@ def test_a_head_that_peft_has_wrapped_equals_the_reference(
 ):
     from verifiers_rl import forward as module
 
-    monkeypatch.setattr(module, "chunk_size_for", lambda vocab_size: chunk_size)
+    monkeypatch.setattr(module, "chunk_size_for", lambda *_: chunk_size)
     samples = with_logprobs_near(make_tiny_model(), make_samples(5, seed=3, longest=14), 0.7)
     trainer = make_trainer(
         use_lora=True, lora_rank=4, kl_beta=0.1, max_tokens_per_microbatch=40, **head,
@@ -589,7 +589,7 @@ def test_dropout_of_the_model_is_switched_off_and_that_of_lora_is_not(make_train
 def test_the_head_never_sees_more_than_a_chunk(make_trainer, monkeypatch, use_lora):
     from verifiers_rl import forward as module
 
-    monkeypatch.setattr(module, "chunk_size_for", lambda vocab_size: 7)
+    monkeypatch.setattr(module, "chunk_size_for", lambda *_: 7)
     rows = []
     trainer = make_trainer(use_lora=use_lora)
     assert trainer.support.shares_prefixes  # tried before what is counted
@@ -614,7 +614,7 @@ def test_in_bfloat16_chunks_do_not_round_the_gradient_of_the_head(make_trainer, 
     samples = make_samples(8, longest=25)
 
     def head_gradient(chunk_size, bf16):
-        monkeypatch.setattr(module, "chunk_size_for", lambda vocab_size: chunk_size)
+        monkeypatch.setattr(module, "chunk_size_for", lambda *_: chunk_size)
         trainer = make_trainer(bf16=bf16, micro_batch_size=8)
         with trainer.compute_loss_context_manager():
             return batch_gradients(trainer, samples)[1]["lm_head.weight"]
@@ -659,6 +659,18 @@ def test_inputs_of_an_adapter_are_not_cast_to_float32_and_back(make_trainer, mon
     # Of 7 adapters in each of 2 layers, there and back, in forward and in backward; the input of
     # the first three has no gradient.
     assert more_casts - num_casts == num_microbatches * (2 * 7 * 4 - 3 * 2)
+
+
+@pytest.mark.parametrize("use_lora", [False, True])
+def test_the_head_is_cast_once_a_microbatch(make_trainer, monkeypatch, use_lora):
+    """Whatever the number of its chunks, which are computed again in backward."""
+    monkeypatch.setattr("verifiers_rl.forward.chunk_size_for", lambda *_: 3)
+    trainer = make_trainer(bf16=True, use_lora=use_lora, max_tokens_per_microbatch=24)
+    assert trainer.support.shares_prefixes  # tried before casts are counted
+    with Casts() as casts:
+        batch_gradients(trainer, make_samples(6))
+    num = trainer._window.steps[0]["num_microbatches"]
+    assert num > 1 and casts.made.count(((261, 32), torch.bfloat16)) == num
 
 
 def test_tokens_that_no_policy_sampled_have_ratio_one(make_trainer):

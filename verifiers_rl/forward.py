@@ -82,7 +82,7 @@ def predict_targets(
     attention = attention_inputs(microbatch, base.config, support)
     model_inputs = {"input_ids": microbatch.input_ids, "use_cache": False, **attention}
     vocab_size = base.config.get_text_config().vocab_size
-    chunk_size = chunk_size_for(vocab_size)
+    chunk_size = chunk_size_for(vocab_size, microbatch.input_ids.device.type)
     head_dtype = getattr(torch, args.head_dtype, None)  # "model" is none
     with hidden_states_in_place_of_logits(base, head_dtype) as to_logits:
         hidden = model(**model_inputs).logits[targets.rows, targets.columns]  # (N, hidden)
