@@ -27,6 +27,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -46,6 +47,7 @@ from verifiers_rl.logprobs import (
     chunked_logprobs_and_entropy,
     hidden_states_in_place_of_logits,
 )
+from verifiers_rl.models import decoder_blocks
 from verifiers_rl.packing import Microbatch, ModelSupport, collate, copy_to
 from verifiers_rl.router_replay import replay_experts
 from verifiers_rl.types import ALLOWED_TOKENS, ROUTED_EXPERTS, Sample
@@ -516,3 +518,91 @@ def reason_against_sharing_prefixes(
                 if not max(_difference(given, expected), _difference(whole, expected)) < tolerance:
                     return f"a sample sees others (attention {implementation!r})"
     return None
+
+
+# --- What fits into the memory of a GPU -----------------------------------------------------------
+
+# Tokens of a forward pass below which a GPU waits for its host. Before a pass gets smaller, layers
+# are computed again in backward.
+FEW_TOKENS = 4096
+USED_SHARE = 0.9  # of the free memory; the rest is for fragments, and for keys of a layer
+STATE_BYTES = 14  # for each trained number: gradient, Adam's two moments, a copy in bfloat16
+HEAD_BYTES = 14 * 2**28  # a chunk's logits, and in float32 three times
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return what this process may still allocate on its GPU; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def saved_bytes(base: Any, num_tokens: int) -> int:
+    """Return how many bytes a forward of the Hugging Face model on so many tokens keeps for
+    backward, with weights and without the head.
+    """
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    vocab_size = base.config.get_text_config().vocab_size
+    with (
+        _evaluating(base),  # layers that have checkpoints in training keep all
+        torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        hidden_states_in_place_of_logits(base),
+    ):
+        ids = torch.arange(num_tokens, device=base.device)[None] % vocab_size
+        output = base(input_ids=ids, use_cache=False)
+    del output  # until here the graph kept all storages, so that no address came twice
+    return sum(kept.values())
+
+
+def fit_step(base: Any, args: RLConfig) -> int:
+    """Return the tokens of one forward pass on a rank. Let layers be computed again in backward.
+
+    On a GPU, what the options leave open follows from its free memory and from what a forward keeps
+    of each token, which is measured: no checkpoints, and the tokens of 8 samples or as many as fit,
+    if these are `FEW_TOKENS` and a whole sample; else checkpoints of as few layers as possible;
+    else fewer tokens. The first layers get the checkpoints: when backward comes to them, the memory
+    of the others is free again. Rank 0 says in one line what was chosen.
+
+    Args:
+        base: the Hugging Face model, whole on each rank.
+        args: `token_budget` and `gradient_checkpointing`.
+    """
+    budget, free = args.token_budget, free_bytes(args.device)
+    if free is None:
+        return budget
+    blocks = decoder_blocks(base)
+    of_token = (saved_bytes(base, 128) - saved_bytes(base, 64)) / 64
+    num_trained = sum(p.numel() for p in base.parameters() if p.requires_grad)
+    fixed = HEAD_BYTES + STATE_BYTES * num_trained
+    free = int(reduce_over_ranks(torch.tensor(free, device=args.device), ReduceOp.MIN))
+    room = USED_SHARE * free - fixed
+    # Of compiled layers, backward keeps what the compiler chose.
+    is_open = args.gradient_checkpointing is None and not args.torch_compile
+    some = range(len(blocks) + 1) if is_open else [len(blocks) * bool(args.gradient_checkpointing)]
+    # Bytes of a token by number of checkpoints. A checkpoint keeps a layer's input, a thirtieth of
+    # the layer, and the layer that backward is in takes two.
+    costs = {num: of_token * (1 + (2 - 0.95 * num) / len(blocks)) for num in some}
+    is_given = args.max_tokens_per_microbatch or args.micro_batch_size
+    least = budget if is_given else min(budget, max(FEW_TOKENS, args.max_seq_len))
+    num = next((num for num, cost in costs.items() if room >= cost * least), max(costs))
+    if not is_given:
+        budget = max(min(budget, int(room / costs[num])), args.max_seq_len)
+    for block in blocks[: num * is_open]:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    needed = budget * costs[num]
+    if args.process_index == 0:
+        print(
+            f"step: at most {budget:,} tokens in a forward pass, {num} of {len(blocks)} layers "
+            f"computed again in backward: {(fixed + needed) / 1e9:.1f} GB of {free / 1e9:.1f} GB"
+            + (", which may not suffice: lower max_seq_len" if needed > room else ""),
+            flush=True,
+        )
+    return budget

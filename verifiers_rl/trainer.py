@@ -55,7 +55,7 @@ from verifiers_rl.distributed import (
     scatter_samples,
 )
 from verifiers_rl.evaluation import Evaluations
-from verifiers_rl.forward import predict_targets, try_model
+from verifiers_rl.forward import fit_step, predict_targets, try_model
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.logprobs import Entropy
 from verifiers_rl.losses import LossFn, LossInputs, adaptive_kl_of, needs_of, weigh_samples
@@ -322,7 +322,7 @@ class RLTrainer(SavingTrainer):
             weights: of the loss tokens of each sample.
         """
         args, counts, sizes = self.args, self._counts, batch.sizes
-        plan = plan_batch(sizes, is_computed, args.token_budget, args.world_size, self.support)
+        plan = plan_batch(sizes, is_computed, self.token_budget, args.world_size, self.support)
         counts.add_samples(sizes, is_computed, plan.num_shared)
         samples = scatter_samples(batch, plan.of_ranks, args.device)
         own = plan.of_ranks[args.process_index] if batch.num_loss_tokens else []
@@ -339,6 +339,14 @@ class RLTrainer(SavingTrainer):
         """
         with self.accelerator.autocast():  # as in each step
             return try_model(self.model_wrapped, self._base_of(self.model), self.args)
+
+    @cached_property
+    def token_budget(self) -> int:
+        """Tokens of one forward pass on one rank. See `fit_step`, which knows no split weights."""
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            return self.args.token_budget
+        with self.accelerator.autocast():
+            return fit_step(self._base_of(self.model), self.args)
 
     # --- Batches and weights ----------------------------------------------------------------------
 
