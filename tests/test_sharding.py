@@ -35,7 +35,8 @@ from verifiers_rl.sync.sources import what_to_send
 from verifiers_rl.types import Batch, Rollout
 
 folder, kind, *cases = sys.argv[1:]
-logprobs._CHUNK_ELEMENTS = 261 * 5  # chunks of 5 tokens, of which the ranks have different numbers
+# Chunks of 5 tokens, of which the ranks have different numbers.
+logprobs._CHUNK_ELEMENTS["cpu"] = 261 * 5
 sharding = {}  # of "launched": in the environment
 if kind == "fsdp2":
     sharding = {"fsdp": True, "fsdp_config": {"version": 2}}
