@@ -148,6 +148,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch.compile's own
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # which it hides by itself
 def test_the_compiled_function_equals_the_loops_and_has_their_gradient(
     monkeypatch, is_compiled, entropy, temperature, device
 ):
