@@ -20,8 +20,9 @@ each is a prompt. With --groups they are replies to prompts that they share: log
 --reply tokens (sigma 0.5), or exactly as many if these are less than 16. With a vocabulary of 4096
 the head of the shape "small" has a third of the decoder's weights, as in Qwen3-0.6B. Prints tokens
 a second (prompts included), peak memory above what the process had before the step, and the loss,
-on which all must agree. If there is a GPU, the step runs on it in bfloat16 with gradient
-checkpointing, and the model FLOPs utilisation of ours is printed.
+on which all must agree. If there is a GPU, the step runs on it in bfloat16, and the model FLOPs
+utilisation of ours is printed. There ours chooses its token budget and its checkpoints from the
+free memory, as a run does by default; the others checkpoint all layers.
 """
 
 import argparse
@@ -165,9 +166,10 @@ def step_of_ours(samples: list[Any], options: argparse.Namespace, folder: str) -
         use_cpu=not torch.cuda.is_available(),
         bf16=torch.cuda.is_available(),
         use_lora=options.lora,
-        micro_batch_size=MICRO_BATCH_SIZE,
         max_seq_len=max(LONGEST, *(len(sample.token_ids) for sample in samples)),
-        max_tokens_per_microbatch=MICRO_BATCH_SIZE * LONGEST,
+        max_tokens_per_microbatch=(
+            None if torch.cuda.is_available() else MICRO_BATCH_SIZE * LONGEST
+        ),
         share_prefixes=options.variant != "unshared",
         torch_compile=options.variant == "compiled",
         temperature=1.0,
@@ -182,9 +184,6 @@ def step_of_ours(samples: list[Any], options: argparse.Namespace, folder: str) -
         orchestrator=OneBatch(),
         weight_sync=StubSink(),
     )
-
-    if torch.cuda.is_available():
-        enable_checkpointing(trainer._base_of(trainer.model))
 
     def step() -> tuple[float, float | None]:
         trainer.model.zero_grad()

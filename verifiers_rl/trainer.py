@@ -35,6 +35,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from peft.helpers import disable_input_dtype_casting
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, set_seed
@@ -54,7 +55,7 @@ from verifiers_rl.distributed import (
     scatter_samples,
 )
 from verifiers_rl.evaluation import Evaluations
-from verifiers_rl.forward import predict_targets, try_model
+from verifiers_rl.forward import fit_step, predict_targets, try_model
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.logprobs import Entropy
 from verifiers_rl.losses import LossFn, LossInputs, adaptive_kl_of, needs_of, weigh_samples
@@ -292,16 +293,18 @@ class RLTrainer(SavingTrainer):
         batch_loss = torch.zeros((), device=args.device)
         # Without loss tokens there is no gradient at all, and the optimizer changes nothing.
         own = self._microbatches(batch, is_computed, weights) if num_loss_tokens.any() else ()
-        for microbatch, is_last in own:
-            self._stop_if_asked()
-            with accumulating(self.accelerator, args, model, is_last):
-                with self.compute_loss_context_manager():
-                    loss = self.microbatch_loss(model, microbatch, means)
-                    loss = loss * args.world_size / denominator
-                batch_loss += loss.detach()
-                if is_last:
-                    self._before_last_backward(batch_loss)
-                self.accelerator.backward(loss)
+        # PEFT would cast an adapter's inputs to float32, and autocast back to bfloat16.
+        with disable_input_dtype_casting(model, self.accelerator.native_amp):
+            for microbatch, is_last in own:
+                self._stop_if_asked()
+                with accumulating(self.accelerator, args, model, is_last):
+                    with self.compute_loss_context_manager():
+                        loss = self.microbatch_loss(model, microbatch, means)
+                        loss = loss * args.world_size / denominator
+                    batch_loss += loss.detach()
+                    if is_last:
+                        self._before_last_backward(batch_loss)
+                    self.accelerator.backward(loss)
         with self.checkpoints.saving_on_error():
             raise_if_gradient_not_finite(model)
         return batch_loss
@@ -329,7 +332,7 @@ class RLTrainer(SavingTrainer):
             weights: of the loss tokens of each sample.
         """
         args, counts, sizes = self.args, self._counts, batch.sizes
-        plan = plan_batch(sizes, is_computed, args.token_budget, args.world_size, self.support)
+        plan = plan_batch(sizes, is_computed, self.token_budget, args.world_size, self.support)
         counts.add_samples(sizes, is_computed, plan.num_shared)
         samples = scatter_samples(batch, plan.of_ranks, args.device)
         own = plan.of_ranks[args.process_index]
@@ -346,6 +349,14 @@ class RLTrainer(SavingTrainer):
         """
         with self.accelerator.autocast():  # as in each step
             return try_model(self.model_wrapped, self._base_of(self.model), self.args)
+
+    @cached_property
+    def token_budget(self) -> int:
+        """Tokens of one forward pass on one rank. See `fit_step`, which knows no split weights."""
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            return self.args.token_budget
+        with self.accelerator.autocast():
+            return fit_step(self._base_of(self.model), self.args)
 
     # --- Batches and weights ----------------------------------------------------------------------
 
