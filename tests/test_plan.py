@@ -144,7 +144,7 @@ model = "org/one"
 """
 SHARED = (
     "vf-rl: one GPU for the server and the trainer, with gpu_memory_utilization=0.4, "
-    "gradient_checkpointing=True, max_off_policy_steps=0"
+    "max_off_policy_steps=0"
 )
 
 
@@ -180,25 +180,24 @@ def test_the_toml_of_vf_setup_runs_on_any_number_of_gpus(
 
 def test_what_the_toml_says_of_a_shared_gpu_stays(monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,3")  # which is one
-    given = {"max_off_policy_steps": 1, "gradient_checkpointing": False}
     config = make_config(
         "inference.args.gpu_memory_utilization = 0.5",
-        "[trainer.args]\nmax_off_policy_steps = 1\ngradient_checkpointing = false",
+        "[trainer.args]\nmax_off_policy_steps = 1",
         ONE_TEACHER,
         "gpus = 0",
     )
     plans = plan_servers(config)
     plan.share_gpu(config, plans)
-    assert "=0.5, gradient_checkpointing=False, max_off_policy_steps=1" in capsys.readouterr().err
-    assert config.trainer.args == given and plans[0].args["gpu_memory_utilization"] == 0.5
+    assert "gpu_memory_utilization=0.5, max_off_policy_steps=1\n" in capsys.readouterr().err
+    assert config.trainer.args == {"max_off_policy_steps": 1}
+    assert plans[0].args["gpu_memory_utilization"] == 0.5
     found = plan.assign_gpus(config, plans)
     assert found == {"inference": "3", "trainer": "3", "teacher-one": ""}
     # What a child reads, where the files have secrets.
     config = make_config()
     plan.share_gpu(config, plans := plan_servers(config))
-    assert config.layers.words[2:] == [
-        "--trainer.args.gradient_checkpointing=True", "--trainer.args.max_off_policy_steps=0",
-    ]  # fmt: skip
+    assert config.layers.words[2:] == ["--trainer.args.max_off_policy_steps=0"]
+    assert config.trainer.args == {"max_off_policy_steps": 0}  # `fit_step` chooses the checkpoints
     assert "--gpu-memory-utilization 0.4" in " ".join(plans[0].command("h", 7))
 
 

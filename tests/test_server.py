@@ -110,8 +110,8 @@ class Engine:
         assert (level, mode) == (1, "keep")
         self.calls.append("sleep")
 
-    async def wake_up(self):
-        self.calls.append("wake up")
+    async def wake_up(self, tags):
+        self.calls.append(f"wake {tags[0]}" if tags else "wake up")
 
 
 @contextmanager
@@ -751,7 +751,7 @@ def test_a_server_sleeps_until_the_next_push_and_requests_wait(server_of_pushes)
             assert pushed(client, connection).answer() == {"policy_version": 3}
             assert engine.admits.is_set()
         of_push = [NONE, "weight_sync_receive", THREE]
-        assert engine.calls == 2 * [SLEEP, WAKE, *of_push]
+        assert engine.calls == 2 * [SLEEP, "wake weights", *of_push, WAKE]
         sleep(client, connection)
         hold, _ = connected(client)  # the trainer connects anew
         assert engine.calls[-4:] == [SLEEP, WAKE, NONE, "weight_sync_connect"]
@@ -774,11 +774,11 @@ class Sleeper(Engine):
         await asyncio.sleep(0.3)
         await super().sleep(level, mode)
 
-    async def wake_up(self):
+    async def wake_up(self, tags):
         if self.fails:
             self.fails = False
             raise RuntimeError("CUDA out of memory")
-        await super().wake_up()
+        await super().wake_up(tags)
 
 
 KILLED = """

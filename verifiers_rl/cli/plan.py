@@ -230,26 +230,20 @@ def are_shared(counts: dict[str, int], ids: Sequence[str]) -> bool:
     return wanted == {"inference": 1, "trainer": 1} and len(ids) == 1
 
 
-# What fits a GPU that server and trainer share: memory that is left to the trainer, and rollouts
-# and steps in turn, because they would only slow each other down.
-SHARED_SERVER: dict[str, Any] = {"gpu_memory_utilization": 0.4}
-SHARED_TRAINER: dict[str, Any] = {"gradient_checkpointing": True, "max_off_policy_steps": 0}
-
-
 def share_gpu(config: RunConfig, plans: Sequence[ServerPlan]) -> None:
     """Where server and trainer share a GPU, set what both need for that, unless the TOML does. Says
-    so in one line. Weights travel over HTTP there, which the trainer finds out itself.
+    so in one line. The trainer finds out itself that weights travel over HTTP there, and how large
+    a step fits the memory that is left.
     """
     if not are_shared(num_gpus(config, plans), visible_gpus()):
         return
-    shown = []
-    for args, chosen in ((plans[0].args, SHARED_SERVER), (config.trainer.args, SHARED_TRAINER)):
-        for name, value in chosen.items():
-            shown.append(f"{name}={args.setdefault(name, value)}")
-    # For children that read the files.
-    config.layers.words += [f"--trainer.args.{one}" for one in shown[len(SHARED_SERVER) :]]
+    share = plans[0].args.setdefault("gpu_memory_utilization", 0.4)
+    # Rollouts and steps take turns, because they would only slow each other down.
+    ahead = f"max_off_policy_steps={config.trainer.args.setdefault('max_off_policy_steps', 0)}"
+    config.layers.words.append(f"--trainer.args.{ahead}")  # for children that read the files
     print(
-        f"vf-rl: one GPU for the server and the trainer, with {', '.join(shown)}",
+        "vf-rl: one GPU for the server and the trainer, with "
+        f"gpu_memory_utilization={share}, {ahead}",
         file=sys.stderr,
         flush=True,
     )

@@ -16,7 +16,7 @@ import os
 import reprlib
 import secrets
 from collections.abc import AsyncIterator, Awaitable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request
@@ -223,8 +223,9 @@ class WeightRoutes:
                     400, f"a body of {length} bytes: this connection's plan has {expected}"
                 )
             hold.shared = None  # if it fails, they hold a part of this push
-            await self._wake()
+            await self._wake(["weights"])
             await self._load(push, request, shared, hold.sizes)
+            await self._wake()  # only now, so that no request goes on with the old weights
             hold.shared = shared
             return {"policy_version": self.policy_version}
 
@@ -261,13 +262,16 @@ class WeightRoutes:
         async with self._lock:
             await self._wake()
 
-    async def _wake(self) -> None:
-        """Let the engines have their memory again, if they sleep."""
+    async def _wake(self, tags: list[str] | None = None) -> None:
+        """Let the engines have their memory again, if they sleep, or what has these tags of vLLM.
+        They go on once they have all of it.
+        """
         if self._is_asleep:
             engine = self.vllm.engine_client
-            await answer_of(engine, engine.wake_up(), CALL_DEADLINE_S, "wake_up")
-            self._is_asleep = False
-            engine.admits.set()
+            await answer_of(engine, engine.wake_up(tags), CALL_DEADLINE_S, "wake_up")
+            if tags is None:
+                self._is_asleep = False
+                engine.admits.set()
 
     async def _load(
         self, push: Push, request: Request, shared: SharedBuffers, sizes: list[int]
@@ -278,7 +282,7 @@ class WeightRoutes:
         filling = shared.fill(request.stream(), sizes)
         for _ in range(shared.num_buffers):
             await all_before(anext(filling), deadline, timeout_s)
-        async with updating(engine, timeout_s):
+        async with nullcontext() if self._is_asleep else updating(engine, timeout_s):
             await self._set_version(None)  # weights are mixed until all are here
             coming = all_of(filling) if sizes else left(request)
             await self._let_work(
