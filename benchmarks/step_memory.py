@@ -264,14 +264,12 @@ def main() -> None:
                     disable_input_dtype_casting(policy),
                     torch.autocast("cpu", torch.bfloat16),
                 ):
-                    tokens = forward.fit_step(policy.get_base_model(), args)
+                    tokens = forward.fit_step(policy, policy.get_base_model(), args)
                 num_layers = sum("forward" in vars(block) for block in blocks)
                 found, num = count(policy, args, samples, tokens, is_after=True)
                 peaks.append((name, "after", gpu, tokens, num_layers, weights, found.peak))
             works.append((name, "after", num, found))
-    print(
-        "\n| model | | GB for it | tokens a pass | layers again | weights GB | peak GB | fits |"
-    )
+    print("\n| model | | GB for it | tokens a pass | layers again | weights GB | peak GB | fits |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for name, when, gpu, tokens, num_layers, weights, peak in peaks:
         whole = (weights + peak + CONTEXT) / 1e9

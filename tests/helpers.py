@@ -620,7 +620,7 @@ class StubSource:
 class StubSink:
     """A WeightSink that remembers the versions it was given."""
 
-    model_name = "policy"
+    model_name, sleeps = "policy", False
 
     def __init__(self) -> None:
         self.policy_version: int | None = None
@@ -633,6 +633,8 @@ class StubSink:
         return {"sync_s": 0.0}
 
     def check_server(self) -> None: ...
+
+    def sleep(self) -> None: ...
 
     def wait_for_server(self) -> None:
         self.policy_version = None

@@ -364,7 +364,7 @@ def try_model(model: nn.Module, base: Any, args: RLConfig) -> ModelSupport:
     Args:
         model: the module to call: the causal LM, or what PEFT, DDP or DeepSpeed put around it.
         base: the causal LM itself.
-        args: `share_prefixes` and `max_seq_len`.
+        args: `share_prefixes` and `max_seq_len`; see `fit_step`.
 
     Raises:
         ConfigError: see `check_head`.
@@ -393,6 +393,7 @@ def try_model(model: nn.Module, base: Any, args: RLConfig) -> ModelSupport:
         shares_prefixes=shares_prefixes,
         hidden_size=getattr(config, "hidden_size", 1024),
         attention=attention,
+        token_budget=fit_step(model, base, args),
     )
 
 
@@ -562,8 +563,9 @@ def saved_bytes(base: Any, num_tokens: int) -> int:
     return sum(kept.values())
 
 
-def fit_step(base: Any, args: RLConfig) -> int:
+def fit_step(model: nn.Module, base: Any, args: RLConfig) -> int | None:
     """Return the tokens of one forward pass on a rank. Let layers be computed again in backward.
+    None, and no such layers, on a CPU, and for a model of FSDP2 or DeepSpeed.
 
     On a GPU, what the options leave open follows from its free memory and from what a forward keeps
     of each token, which is measured: no checkpoints, and the tokens of 8 samples or as many as fit,
@@ -572,12 +574,14 @@ def fit_step(base: Any, args: RLConfig) -> int:
     of the others is free again. Rank 0 says in one line what was chosen.
 
     Args:
-        base: the Hugging Face model, whole on each rank.
+        model, base: see `try_model`.
         args: `token_budget` and `gradient_checkpointing`.
     """
     budget, free = args.token_budget, free_bytes(args.device)
-    if free is None:
-        return budget
+    is_split = hasattr(model, "zero_optimization")
+    is_split |= any(hasattr(parameter, "full_tensor") for parameter in base.parameters())
+    if free is None or is_split:
+        return None
     blocks = decoder_blocks(base)
     of_token = (saved_bytes(base, 128) - saved_bytes(base, 64)) / 64
     num_trained = sum(p.numel() for p in base.parameters() if p.requires_grad)

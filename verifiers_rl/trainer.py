@@ -55,7 +55,7 @@ from verifiers_rl.distributed import (
     scatter_samples,
 )
 from verifiers_rl.evaluation import Evaluations
-from verifiers_rl.forward import fit_step, predict_targets, try_model
+from verifiers_rl.forward import predict_targets, try_model
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.logprobs import Entropy
 from verifiers_rl.losses import LossFn, LossInputs, adaptive_kl_of, needs_of, weigh_samples
@@ -155,8 +155,7 @@ class RLTrainer(SavingTrainer):
         needs_copy = "reference_logprobs" in needs_of(self.loss_fn)
         needs_copy &= not hasattr(policy, "disable_adapter")
         prepare_ranks(self.accelerator, args, needs_copy)
-        start = copy.deepcopy(policy).requires_grad_(False).eval() if needs_copy else None
-        self._reference: nn.Module | None = start
+        self._reference = copy.deepcopy(policy).requires_grad_(False).eval() if needs_copy else None
         # Rank 0 has chosen, and the others gather what it sends.
         lora_sync = getattr(self.weight_sync, "lora_sync", args.lora_sync)
         self._lora_sync = broadcast_outcome({"lora_sync": lora_sync}, args.device)["lora_sync"]
@@ -293,8 +292,7 @@ class RLTrainer(SavingTrainer):
         batch_loss = torch.zeros((), device=args.device)
         # Without loss tokens there is no gradient at all, and the optimizer changes nothing.
         own = self._microbatches(batch, is_computed, weights) if num_loss_tokens.any() else ()
-        # PEFT would cast an adapter's inputs to float32, and autocast back to bfloat16.
-        with disable_input_dtype_casting(model, self.accelerator.native_amp):
+        with disable_input_dtype_casting(model, self.accelerator.native_amp):  # autocast does it
             for microbatch, is_last in own:
                 self._stop_if_asked()
                 with accumulating(self.accelerator, args, model, is_last):
@@ -332,7 +330,8 @@ class RLTrainer(SavingTrainer):
             weights: of the loss tokens of each sample.
         """
         args, counts, sizes = self.args, self._counts, batch.sizes
-        plan = plan_batch(sizes, is_computed, self.token_budget, args.world_size, self.support)
+        token_budget = self.support.token_budget or args.token_budget
+        plan = plan_batch(sizes, is_computed, token_budget, args.world_size, self.support)
         counts.add_samples(sizes, is_computed, plan.num_shared)
         samples = scatter_samples(batch, plan.of_ranks, args.device)
         own = plan.of_ranks[args.process_index]
@@ -344,19 +343,11 @@ class RLTrainer(SavingTrainer):
 
     @cached_property
     def support(self) -> ModelSupport:
-        """What the model can compute. It is tried in the first step, on all ranks, because only
-        then the model is wrapped and split as for training.
+        """What the model can compute, and how much at once. It is tried in the first step, on all
+        ranks, because only then the model is wrapped and split as for training.
         """
         with self.accelerator.autocast():  # as in each step
             return try_model(self.model_wrapped, self._base_of(self.model), self.args)
-
-    @cached_property
-    def token_budget(self) -> int:
-        """Tokens of one forward pass on one rank. See `fit_step`, which knows no split weights."""
-        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
-            return self.args.token_budget
-        with self.accelerator.autocast():
-            return fit_step(self._base_of(self.model), self.args)
 
     # --- Batches and weights ----------------------------------------------------------------------
 
@@ -378,8 +369,7 @@ class RLTrainer(SavingTrainer):
 
     def _request_ahead(self) -> None:
         """Send the weights that this step starts from. Request the batches of the next
-        max_off_policy_steps steps, except those that are pending already. With none ahead, a server
-        that shares the GPU leaves its memory to the step.
+        max_off_policy_steps steps that are not pending. With 0, servers sleep, if they can.
         """
         step, num_ahead = self.state.global_step, self.args.max_off_policy_steps
         if self.evaluations.due is not None:  # also where no batch is requested
@@ -387,10 +377,9 @@ class RLTrainer(SavingTrainer):
         last = min(step + num_ahead, self.args.max_steps - 1)
         for ahead in range(step + 1 + self.orchestrator.num_pending, last + 1):
             self._request(ahead)
-        sink: Any = self.weight_sync
-        if not num_ahead and getattr(sink, "sleeps", False):
+        if not num_ahead and self.weight_sync.sleeps:
             self.evaluations.end()
-            sink.sleep()
+            self.weight_sync.sleep()
 
     def _request(self, step: int) -> None:
         """Request the batch of a step, of the weights that this step starts from."""
