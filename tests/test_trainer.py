@@ -392,8 +392,8 @@ def test_inputs_of_an_adapter_are_not_cast_to_float32_and_back(make_trainer, mon
         move_away(trainer)
         assert trainer.support.shares_prefixes  # tried before casts are counted
         with Casts() as casts:
-            loss, grads = batch_gradients(trainer, make_samples(6))
-        return loss, grads, len(casts.made), trainer._window.steps[0]["num_microbatches"]
+            loss, grads, row = batch_gradients(trainer, make_samples(6))
+        return loss, grads, len(casts.made), row["num_microbatches"]
 
     loss, grads, num_casts, num_microbatches = run()
     monkeypatch.setattr(
