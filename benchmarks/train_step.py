@@ -2,6 +2,7 @@
 
     python benchmarks/train_step.py [--samples 16] [--rounds 2] [--vocab 151936] [--lora]
     python benchmarks/train_step.py --shape qwen3-4b --lora --samples 53   # 16k tokens; a GPU
+    python benchmarks/train_step.py --shape qwen3-4b --lora --samples 53 --only ours
     python benchmarks/train_step.py --groups 1 --reply 64 --vocab 4096 [--prompt 512]
     python benchmarks/train_step.py --shape demo --groups 8 --group-size 8 --prompt 33 --reply 7
 
@@ -19,8 +20,9 @@ each is a prompt. With --groups they are replies to prompts that they share: log
 --reply tokens (sigma 0.5), or exactly as many if these are less than 16. With a vocabulary of 4096
 the head of the shape "small" has a third of the decoder's weights, as in Qwen3-0.6B. Prints tokens
 a second (prompts included), peak memory above what the process had before the step, and the loss,
-on which all must agree. If there is a GPU, the step runs on it in bfloat16 with gradient
-checkpointing, and the model FLOPs utilisation of ours is printed.
+on which all must agree. If there is a GPU, the step runs on it in bfloat16, and the model FLOPs
+utilisation of ours is printed. There ours chooses its token budget and its checkpoints from the
+free memory, as a run does by default; the others checkpoint all layers.
 """
 
 import argparse
@@ -65,6 +67,15 @@ SHAPES = {
         "hidden_size": 1024,
         "intermediate_size": 3072,
         "num_hidden_layers": 2,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-0.6b-whole": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
         "num_attention_heads": 16,
         "num_key_value_heads": 8,
         "head_dim": 128,
@@ -155,9 +166,10 @@ def step_of_ours(samples: list[Any], options: argparse.Namespace, folder: str) -
         use_cpu=not torch.cuda.is_available(),
         bf16=torch.cuda.is_available(),
         use_lora=options.lora,
-        micro_batch_size=MICRO_BATCH_SIZE,
         max_seq_len=max(LONGEST, *(len(sample.token_ids) for sample in samples)),
-        max_tokens_per_microbatch=MICRO_BATCH_SIZE * LONGEST,
+        max_tokens_per_microbatch=(
+            None if torch.cuda.is_available() else MICRO_BATCH_SIZE * LONGEST
+        ),
         share_prefixes=options.variant != "unshared",
         torch_compile=options.variant == "compiled",
         temperature=1.0,
@@ -172,9 +184,6 @@ def step_of_ours(samples: list[Any], options: argparse.Namespace, folder: str) -
         orchestrator=OneBatch(),
         weight_sync=StubSink(),
     )
-
-    if torch.cuda.is_available():
-        enable_checkpointing(trainer._base_of(trainer.model))
 
     def step() -> tuple[float, float | None]:
         trainer.model.zero_grad()
@@ -345,6 +354,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--only", nargs="+", choices=VARIANTS, help="rows beside ours")
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.vocab = options.vocab or (261 if options.shape == "demo" else 151_936)
@@ -355,6 +365,7 @@ def main() -> None:
         left_out.add("compiled")
     if find_spec("trl") is None:
         left_out.add("trl")
+    left_out |= {*VARIANTS} - {"ours", *(options.only or VARIANTS)}
     variants = [variant for variant in VARIANTS if variant not in left_out]
     results, median = run_variants(__file__, variants, options.rounds)
     print("| step | tokens/s | ours / it | peak GB | ours / it | loss |")
@@ -367,7 +378,11 @@ def main() -> None:
             f"| {median(variant, 'loss'):.6f} |"
         )
     if any(result["mfu"] for result in results["ours"]):
-        print(f"model FLOPs utilisation of ours: {median('ours', 'mfu'):.3f}")
+        speed, peak = median("ours", "tokens_per_s"), median("ours", "peak_gb")
+        print(
+            f"model FLOPs utilisation of ours: {median('ours', 'mfu'):.3f}, {speed:.0f} tokens/s, "
+            f"{peak:.1f} GB above weights"
+        )
     losses = [median(variant, "loss") for variant in variants]
     if max(losses) - min(losses) > median("ours", "rounding") * max(abs(loss) for loss in losses):
         sys.exit("the losses differ")

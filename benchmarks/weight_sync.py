@@ -111,6 +111,14 @@ def make_models(folder: Path, options: argparse.Namespace) -> tuple[nn.Module, A
     return model, adapted
 
 
+def gpu(number: int) -> str:
+    """Return the name of the GPU that this process counts as `number`, which another process takes
+    in CUDA_VISIBLE_DEVICES.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return str(number) if visible is None else visible.split(",")[number].strip()
+
+
 @contextmanager
 def running_server(
     model: Path, log: Path, options: argparse.Namespace, *flags: str
@@ -123,7 +131,7 @@ def running_server(
     command += ["--max-model-len", "128", "--block-size", "32"]
     command += flags
     client = InferenceClient("127.0.0.1", port)
-    env = {} if options.server_gpu is None else {"CUDA_VISIBLE_DEVICES": options.server_gpu}
+    env = {} if options.server_gpu is None else {"CUDA_VISIBLE_DEVICES": gpu(options.server_gpu)}
     server = LocalChild("inference", command, env, log)
     try:
         deadline = time.monotonic() + TIMEOUT_S
@@ -217,7 +225,7 @@ def main() -> None:
     for name, default in (sizes | counts).items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--device", default="cpu", help="of the trainer's model")
-    parser.add_argument("--server-gpu", help="CUDA_VISIBLE_DEVICES of the server")
+    parser.add_argument("--server-gpu", type=int, help="number of the server's GPU, from 0 on")
     parser.add_argument("--replicas", default="")
     options = parser.parse_args()
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2

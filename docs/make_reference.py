@@ -258,8 +258,6 @@ def toml_keys() -> str:
 
 def _toml_defaults() -> dict[tuple[str, str], str]:
     env = cli_config.EnvTable.model_fields
-    inference = cli_config.InferenceTable.model_fields
-    trainer = cli_config.TrainerTable.model_fields
     learning = {option.name: option for option in fields(Distillation)}
     teacher = {option.name: option for option in fields(Teacher)}
     return {
@@ -282,8 +280,8 @@ def _toml_defaults() -> dict[tuple[str, str], str]:
         ("[teacher]", "timeout_s"): f"{default_of(teacher['timeout_s'])}; with gpus, "
         "`vllm_server_timeout`",
         ("[teacher]", "max_concurrent"): default_of(teacher["max_concurrent"]),
-        ("inference", "gpus"): default_of(inference["gpus"]),
-        ("trainer", "gpus"): default_of(trainer["gpus"]),
+        # See cli/gpus.py.
+        **dict.fromkeys((("inference", "gpus"), ("trainer", "gpus")), "`1` where there is a GPU"),
         ("trainer", "class"): '`"verifiers_rl:RLTrainer"`',
     }
 

@@ -138,13 +138,20 @@ class Started:
 
 @contextmanager
 def running_server(
-    model: Path, log: Path, *flags: str, port: int | None = None, dtype: str = "float32"
+    model: Path,
+    log: Path,
+    *flags: str,
+    port: int | None = None,
+    dtype: str = "float32",
+    module: str = "verifiers_rl.inference.server",
 ) -> Iterator[Server]:
     port = port or free_port()
-    command = [sys.executable, "-m", "verifiers_rl.inference.server", "--model", str(model)]
+    command = [sys.executable, "-m", module, "--model", str(model)]
     command += ["--port", str(port), "--dtype", dtype, "--enforce-eager"]
     command += ["--max-model-len", "128", *flags]
     environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}  # vLLM then has more control routes
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)  # where tests' own servers are
     # It ends with this process, also where that is killed. Linux would end it with another thread.
     if threading.current_thread() is threading.main_thread():
         environment["VERIFIERS_RL_DIE_WITH_PARENT"] = str(os.getpid())

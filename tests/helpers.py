@@ -369,6 +369,7 @@ class StubServer:
         on_write: called with each bucket and each checksum, with the event that is set when the
             push is given up.
         on_answer: called when it has all of a push.
+        calls: "sleep" and "push", in their order.
     """
 
     host, served_model_name = "127.0.0.1", "base"
@@ -388,6 +389,7 @@ class StubServer:
         self.held: list[str] = []
         self.hold: Any = None
         self.joined: list[tuple[str, int]] = []
+        self.sleeps, self.calls = False, list[str]()
 
     def die(self) -> None:
         self.is_up, self.connection = False, None
@@ -403,7 +405,14 @@ class StubServer:
             "lora_dtype": self.lora_dtype,
             "served_model_name": self.served_model_name,
             "joined": self.joined,
+            "sleeps": self.sleeps,
         }
+
+    def sleep(self, fields: dict[str, Any], timeout_s: float) -> None:
+        if not self.is_up:
+            raise ServerLostError(f"no answer from {self.base_url}")
+        assert fields["connection"] == self.connection and 0 < fields["timeout_s"] < timeout_s
+        self.calls.append("sleep")
 
     def connect_weight_sync(self, fields: dict[str, Any], timeout_s: float) -> StubRequest:
         def connect(data: bytearray) -> dict[str, Any]:
@@ -435,6 +444,7 @@ class StubServer:
                 self.weights |= dict(bucket.views(packed))
                 buffer = buffer[DIGEST_BYTES:]
             self.policy_version = fields["policy_version"]
+            self.calls.append("push")
             return {}
 
         return StubRequest(self, receive)
@@ -610,7 +620,7 @@ class StubSource:
 class StubSink:
     """A WeightSink that remembers the versions it was given."""
 
-    model_name = "policy"
+    model_name, sleeps = "policy", False
 
     def __init__(self) -> None:
         self.policy_version: int | None = None
@@ -623,6 +633,8 @@ class StubSink:
         return {"sync_s": 0.0}
 
     def check_server(self) -> None: ...
+
+    def sleep(self) -> None: ...
 
     def wait_for_server(self) -> None:
         self.policy_version = None

@@ -54,3 +54,12 @@ def test_what_benchmarks_import_inside_functions_is_there():
                 for alias in node.names:
                     is_there = hasattr(import_module(module), alias.name)
                     assert is_there or find_spec(f"{module}.{alias.name}"), (path, alias.name)
+
+
+def test_the_gpu_of_weight_syncs_server_is_counted_among_the_visible_ones(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    gpu = import_module("weight_sync").gpu
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpu(1) == "1"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, 7")
+    assert [gpu(0), gpu(1)] == ["5", "7"]

@@ -4,6 +4,8 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
+import torch
+from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from tests.helpers import check_lines
@@ -18,6 +20,18 @@ def test_what_is_left_out_follows_from_the_rest():
     args = make(run_name=None, vllm_server_host="::1")
     assert args.output_dir == "outputs/rl" and args.bf16 is False
     assert args.vllm_server_host == "::1"
+
+
+@pytest.mark.parametrize("is_real", [False, True])
+def test_bfloat16_is_the_default_where_a_gpu_does_not_emulate_it(monkeypatch, is_real):
+    monkeypatch.setattr(TrainingArguments, "__post_init__", lambda self: None)  # it looks for GPUs
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda,
+        "is_bf16_supported",
+        lambda including_emulation=True: is_real or including_emulation,
+    )
+    assert RLConfig().bf16 is is_real
 
 
 # Each is refused with its line in wrong_options.txt.

@@ -85,8 +85,11 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(scope="module")
 def full_server(request, models, tmp_path_factory):
+    """It schedules asynchronously, as on a GPU, and can sleep; `lora_server` does neither."""
     log = tmp_path_factory.mktemp("server") / "server.log"
-    with running_server(models[request.param], log, *FLAGS) as server:
+    flags, module = (*FLAGS, "--enable-sleep-mode"), "tests.gpu_like_server"
+    with running_server(models[request.param], log, *flags, module=module) as server:
+        assert "scheduler: AsyncScheduler" in log.read_text()
         yield models[request.param], server
 
 
@@ -602,6 +605,85 @@ def test_a_prefix_cached_in_flight_serves_no_later_version(full_server, connect)
         assert largest_difference(model, server, sync.model_name) < 1e-4, version
     for request in running:
         request.join(60)
+
+
+# --- A server that sleeps -----------------------------------------------------------------------
+
+
+def test_requests_of_a_server_that_sleeps_wait_and_go_on_under_the_weights_of_the_next_push(
+    full_server, connect
+):
+    folder, server = full_server
+    old, new = (policy(folder, "full") for _ in range(2))
+    perturb(new, seed=1)
+    sync = connect(server)
+    for attempt in range(20):  # until the server falls asleep in the middle of the request
+        push_to(sync, old, 0)
+        assert sync.client.status()["sleeps"]
+        running = LongRequest(server, sync.model_name)
+        time.sleep(0.02 * 1.4**attempt)  # on a busy machine it comes seconds later
+        sync.sleep()
+        waiting = LongRequest(server, sync.model_name, max_tokens=1)
+        waiting.join(0.5)
+        assert waiting.is_alive()
+        push_to(sync, new, 1)
+        waiting.join(60)
+        assert waiting.reply.headers["x-policy-versions"] == "0:1"
+        token_ids, logprobs, spans = running.result()
+        if len(spans) == 2:
+            break
+    assert len(token_ids) == 80 and [version for _, version in spans] == [0, 1]
+    split = spans[1][0]
+    expected = logprobs_under(old, token_ids)[:split] + logprobs_under(new, token_ids)[split:]
+    # Its keys and values are computed anew, of the new weights.
+    np.testing.assert_allclose(logprobs, expected, atol=1e-4)
+    assert largest_difference(new, server, sync.model_name) < 1e-4
+
+
+ASLEEP = """
+import sys, time
+from tests.helpers import push_to
+from tests.test_e2e_sync import policy
+from verifiers_rl.inference.client import InferenceClient
+from verifiers_rl.sync.weight_sync import WeightSync
+
+folder, port, phase = sys.argv[1:]
+sync = WeightSync(InferenceClient("127.0.0.1", int(port)), timeout_s=60)
+push_to(sync, policy(folder, "full"), 7)
+print("pushed", flush=True)
+sync.sleep()
+if phase == "pushes":
+    sync.begin_push(8)  # which wakes the server, and waits for weights
+print("asleep", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("phase", ["falls asleep", "sleeps", "pushes"])
+def test_a_server_wakes_and_serves_when_its_trainer_is_killed(full_server, connect, phase):
+    folder, server = full_server
+    connect.leave()
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", ASLEEP, str(folder), str(server.port), phase],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    try:
+        assert trainer.stdout.readline() == "pushed\n"
+        if phase != "falls asleep":
+            assert trainer.stdout.readline() == "asleep\n"
+    finally:
+        trainer.kill()
+        trainer.wait()
+        trainer.stdout.close()
+    sync, model = connect(server), load(folder)
+    left = LongRequest(server, sync.client.served_model_name, max_tokens=4)
+    left.join(30)
+    assert left.reply.headers["x-policy-versions"] == "0:7"
+    perturb(model, seed=2)
+    push_to(sync, model, 0)
+    assert largest_difference(model, server, sync.model_name) < 1e-4
 
 
 # --- Trainers come and go -----------------------------------------------------------------------

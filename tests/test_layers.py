@@ -185,7 +185,10 @@ def test_what_the_same_layer_or_a_later_one_has_is_meant_and_refused(compose, te
         config.make_args(use_cpu=True)
 
 
-def test_no_gpus_and_servers_that_run_already_take_along_what_needs_the_others(compose):
+def test_no_gpus_and_servers_that_run_already_take_along_what_needs_the_others(
+    compose, monkeypatch
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     text = BASE + 'fsdp = "full_shard"\n[trainer]\ngpus = 4\n'
     assert "fsdp" not in compose(text, words="--trainer.gpus 0").trainer.args
     assert compose(text, words="--trainer.gpus 2").trainer.args["fsdp"] == "full_shard"

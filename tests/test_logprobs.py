@@ -1,3 +1,4 @@
+import shutil
 from importlib.util import find_spec
 
 import pytest
@@ -7,11 +8,13 @@ from torch import nn
 from torch._inductor.exc import InductorError
 from torch.testing import assert_close
 
+from verifiers_rl import logprobs as logprobs_module
 from verifiers_rl.forward import check_head, reason_against_sharing_rows
 from verifiers_rl.logprobs import (
     chunk_size_for,
     chunked_logprobs_and_entropy,
     hidden_states_in_place_of_logits,
+    plain_logprobs_and_entropy,
     token_logprobs_and_entropy,
 )
 from verifiers_rl.losses import LOSSES, LossInputs
@@ -107,9 +110,61 @@ def test_a_derivative_of_the_gradient_is_an_error_not_a_wrong_value():
         grad.sum().backward()
 
 
-def test_a_chunk_of_logits_takes_256_mb():
-    assert chunk_size_for(151_936) == 441 == 2**28 // (4 * 151_936)
-    assert chunk_size_for(10**9) == 1
+def test_a_chunk_of_logits_takes_256_mb_and_on_a_gpu_1_gb():
+    assert chunk_size_for(151_936, "cpu") == 441 and 441 * 151_936 * 4 < 2**28
+    assert chunk_size_for(151_936, "cuda") == 1766 and 1766 * 151_936 * 4 < 2**30
+    assert chunk_size_for(10**9, "cpu") == 1
+
+
+needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+# As on a GPU. Once it is compiled, too, which takes a while on a CPU.
+@pytest.mark.parametrize(
+    ("is_compiled", "entropy", "temperature", "device"),
+    [
+        (False, "none", 1.0, "cpu"),
+        (False, "value", 0.7, "cpu"),
+        (False, "gradient", 0.7, "cpu"),
+        pytest.param(True, "value", 0.7, "cpu", marks=[pytest.mark.slow, needs_compiler]),
+        pytest.param(True, "gradient", 0.7, "cpu", marks=[pytest.mark.slow, needs_compiler]),
+        pytest.param(True, "gradient", 0.7, "cuda", marks=[pytest.mark.gpu, needs_gpu]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch.compile's own
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # which it hides by itself
+def test_the_compiled_function_equals_the_loops_and_has_their_gradient(
+    monkeypatch, is_compiled, entropy, temperature, device
+):
+    monkeypatch.setattr(logprobs_module, "COMPILED_ON", (device,))
+    if not is_compiled:
+        monkeypatch.setattr(logprobs_module, "compiled", lambda: plain_logprobs_and_entropy)
+    torch.manual_seed(0)
+    leaf = torch.randn(5, 11, requires_grad=True)
+    targets = torch.randint(11, (5,))
+    given = token_logprobs_and_entropy(
+        (leaf * 1).to(device), targets.to(device), temperature, entropy
+    )
+    given = [numbers.cpu() for numbers in given]
+    expected = reference(leaf, targets, temperature)
+    for ours, theirs in zip(given, expected, strict=True):
+        assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)
+    assert given[1].requires_grad == (entropy == "gradient")
+    factors = torch.linspace(-1, 1, 5)
+    with_entropy = entropy == "gradient"
+    sums = [(a * factors).sum() + with_entropy * (b * factors).sum() for a, b in (given, expected)]
+    grads = [torch.autograd.grad(total, leaf)[0] for total in sums]
+    assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("entropy", ["value", "gradient"])
+def test_in_the_compiled_function_impossible_tokens_are_finite(entropy):
+    leaf = torch.tensor([[0.0, -torch.inf, 1.0]] * 2, requires_grad=True)
+    logprobs, entropies = plain_logprobs_and_entropy(leaf * 1, torch.tensor([1, 2]), 0.5, entropy)
+    (logprobs.sum() + entropies.sum()).backward()
+    assert logprobs.isfinite().all() and entropies.isfinite().all()
+    assert leaf.grad.isfinite().all()
 
 
 SMALL = {

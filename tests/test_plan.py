@@ -2,13 +2,16 @@
 
 import json
 import os
+import sys
+import tomllib
 from contextlib import closing, nullcontext
 from importlib.metadata import PackageNotFoundError
 
 import pytest
 
 from tests.configs import make_config
-from verifiers_rl.cli import plan
+from tests.helpers import ROOT
+from verifiers_rl.cli import gpus, plan, rl
 from verifiers_rl.cli.config import TomlError
 from verifiers_rl.cli.plan import SERVERS_VARIABLE, plan_servers
 from verifiers_rl.cli.supervise import ThisMachine
@@ -116,7 +119,104 @@ def test_gpus_become_as_many_replicas_as_the_flags_allow(capsys, line, split):
     plan.split_gpus(config)
     assert (config.inference.replicas, config.inference.gpus) == split
     said = f"4 GPUs for inference: {split[0]} replicas of {split[1]}"
-    assert (said in capsys.readouterr().out) == ((split[0] or 1) > 1)
+    assert (said in capsys.readouterr().err) == ((split[0] or 1) > 1)
+
+
+def dry_run(monkeypatch, capsys, path, *words):
+    """What `vf-rl --dry-run` prints of this file: the data of its TOML, and the lines on stderr."""
+    monkeypatch.setattr("verifiers_rl.cli.config.model_error", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["vf-rl", "--dry-run", "@", str(path), *words])
+    with pytest.raises(SystemExit) as ended:
+        rl.main()
+    printed, said = capsys.readouterr()
+    assert ended.value.code == 0, said
+    return tomllib.loads(printed), said.splitlines()
+
+
+ONE_TEACHER = """
+[env]
+id = "e"
+algorithm = "opd"
+teacher = "one"
+[[teacher]]
+name = "one"
+model = "org/one"
+"""
+SHARED = (
+    "vf-rl: one GPU for the server and the trainer, with gpu_memory_utilization=0.4, "
+    "max_off_policy_steps=0"
+)
+
+
+@pytest.mark.parametrize("by", ["nvidia-smi", "CUDA_VISIBLE_DEVICES"])
+@pytest.mark.parametrize(
+    ("num_gpus", "said"),
+    [
+        (0, ["vf-rl: all on CPUs"]),
+        (1, [SHARED, "vf-rl: inference gets GPU 0, trainer gets GPU 0"]),
+        (2, ["vf-rl: inference gets GPU 0, trainer gets GPU 1"]),
+        (8, ["vf-rl: inference gets GPU 0, trainer gets GPU 1"]),
+    ],
+)
+def test_the_toml_of_vf_setup_runs_on_any_number_of_gpus(
+    monkeypatch, capsys, tmp_path, by, num_gpus, said
+):
+    monkeypatch.setattr(plan, "version", lambda name: "0.32.0" if num_gpus else "0.32.0+cpu")
+    monkeypatch.setattr(gpus, "_num_listed", gpus._num_listed.__wrapped__)
+    if by == "nvidia-smi":
+        program = tmp_path / "nvidia-smi"
+        lines = "".join(f"GPU {n}: NVIDIA H100 (UUID: GPU-{n})\n" for n in range(num_gpus))
+        program.write_text(f"#!/bin/sh\nprintf '{lines}'")
+        program.chmod(0o700)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_gpus))) or "-1")
+    monkeypatch.chdir(tmp_path)
+    data, lines = dry_run(monkeypatch, capsys, ROOT / "examples" / "skeleton" / "rl.toml")
+    assert lines[-len(said) :] == said
+    assert "gpus" not in data.get("inference", {}) and "gpus" not in data["trainer"]
+
+
+def test_what_the_toml_says_of_a_shared_gpu_stays(monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,3")  # which is one
+    config = make_config(
+        "inference.args.gpu_memory_utilization = 0.5",
+        "[trainer.args]\nmax_off_policy_steps = 1",
+        ONE_TEACHER,
+        "gpus = 0",
+    )
+    plans = plan_servers(config)
+    plan.share_gpu(config, plans)
+    assert "gpu_memory_utilization=0.5, max_off_policy_steps=1\n" in capsys.readouterr().err
+    assert config.trainer.args == {"max_off_policy_steps": 1}
+    assert plans[0].args["gpu_memory_utilization"] == 0.5
+    found = plan.assign_gpus(config, plans)
+    assert found == {"inference": "3", "trainer": "3", "teacher-one": ""}
+    # What a child reads, where the files have secrets.
+    config = make_config()
+    plan.share_gpu(config, plans := plan_servers(config))
+    assert config.layers.words[2:] == ["--trainer.args.max_off_policy_steps=0"]
+    assert config.trainer.args == {"max_off_policy_steps": 0}  # `fit_step` chooses the checkpoints
+    assert "--gpu-memory-utilization 0.4" in " ".join(plans[0].command("h", 7))
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "inference.replicas = 2",
+        "inference.gpus = 2",
+        "trainer.gpus = 2",
+        f"{ONE_TEACHER}\ngpus = 1",
+    ],
+)
+def test_one_gpu_is_shared_by_one_server_and_one_rank_alone(monkeypatch, capsys, lines):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    config = make_config(lines)
+    plan.share_gpu(config, plans := plan_servers(config))
+    assert capsys.readouterr().err == "" and config.trainer.args == {}
+    with pytest.raises(TomlError, match=r"3 GPUs are asked for \(.*\), 1 are visible"):
+        plan.assign_gpus(config, plans)
 
 
 def test_each_replica_has_a_port_of_its_own(monkeypatch):
@@ -168,7 +268,8 @@ PIPELINE = "inference.args.pipeline_parallel_size = 2\ninference.gpus = "
         (f"{PIPELINE}2", TENSORS, False),
     ],
 )
-def test_flags_of_a_server_follow_from_the_rest(lines, flag, is_there):
+def test_flags_of_a_server_follow_from_the_rest(monkeypatch, lines, flag, is_there):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert (flag in flags_of(make_config(lines))) == is_there
 
 
@@ -206,4 +307,4 @@ def test_logs_of_servers_begin_empty_or_one_clear_error_says_why_not(tmp_path, m
 def test_trainer_options_are_checked_before_anything_starts():
     problem = r"\[trainer\.args\] fsdp=True: .* trainer\.gpus=1 must be at least 2"
     with pytest.raises(TomlError, match=problem):
-        plan.check_trainer_options(make_config("trainer.args.fsdp = true"))
+        plan.check_trainer_options(make_config("trainer.gpus = 1\ntrainer.args.fsdp = true"))

@@ -281,6 +281,25 @@ def test_a_server_that_comes_back_or_goes_on_with_another_model_is_refused(
         push(pool, pushes_before)
 
 
+def test_servers_that_can_sleep_do_so_between_pushes(make_pool, monkeypatch):
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(len(servers[0].calls)))
+    pool, servers = make_pool(2)
+    for server in servers:
+        server.sleeps = True
+    assert not pool.sleeps
+    pool.wait_until_ready()
+    assert pool.sleeps
+    for version in range(2):
+        assert push(pool, version) == 2
+        pool.sleep()
+    assert servers[0].calls == servers[1].calls == 2 * ["push", "sleep"]
+    assert emptied == [0, 2]  # first the trainer's memory goes, then the servers take theirs
+    servers[0].die()
+    pool.sleep()  # one that is lost meanwhile costs itself only
+    assert states(pool) == ["lost", "serving"]
+
+
 @pytest.mark.parametrize("num_servers", [1, 2])
 def test_if_all_servers_are_lost_the_trainer_waits_for_one(make_pool, num_servers):
     pool, servers = make_pool(num_servers)

@@ -6,12 +6,14 @@ import random
 import shutil
 import traceback
 from itertools import cycle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import transformers
 from torch._dynamo.utils import counters
+from torch._subclasses import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -125,12 +127,42 @@ def test_sharing_stops_where_a_mask_costs_more():
     assert bundles(900, 100, 4) == [4] and bundles(900, 100, 4, attention="eager") == [1] * 4
 
 
-@pytest.fixture(params=["sdpa", "sdpa in calls", "eager"])
+@pytest.fixture(params=["sdpa", "sdpa in calls", "sdpa in varlen", "eager"])
 def attention(request, monkeypatch):
-    """The name of an attention implementation; of SDPA with a mask and with a call per sample."""
+    """The name of an attention implementation; of SDPA with a mask, with a call per sample, and as
+    on a GPU.
+    """
     in_calls = request.param == "sdpa in calls"
     monkeypatch.setattr(forward, "_is_cheaper_in_calls", lambda *_: in_calls)
+    if request.param == "sdpa in varlen":
+        emulate_varlen(monkeypatch)
     return request.param.split()[0]
+
+
+def emulate_varlen(monkeypatch):
+    monkeypatch.setattr(forward, "HAS_VARLEN", ("cpu",))
+    monkeypatch.setattr(forward, "varlen_attn", varlen_by_hand)
+
+
+def varlen_by_hand(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa
+):
+    """What torch's `varlen_attn` computes, which needs a GPU: each query of a sequence sees the
+    keys up to its own place from the end.
+    """
+    assert window_size == (-1, 0) and cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    borders = [cu_seq_q.tolist(), cu_seq_k.tolist()]
+    assert [max(np.diff(border)) for border in borders] == [max_q, max_k]
+    assert [border[-1] for border in borders] == [len(query), len(key)] and len(key) == len(value)
+    outputs = []
+    for (q0, q1), (k0, k1) in zip(*map(itertools.pairwise, borders), strict=True):
+        num_q, num_k = q1 - q0, k1 - k0
+        sees = torch.ones(num_q, num_k, dtype=torch.bool).tril(num_k - num_q)
+        parts = (x.transpose(0, 1) for x in (query[q0:q1], key[k0:k1], value[k0:k1]))
+        outputs.append(
+            scaled_dot_product_attention(*parts, sees, scale=scale, enable_gqa=enable_gqa)
+        )
+    return torch.cat(outputs, 1).transpose(0, 1)
 
 
 def make_sharing_trainer(make_trainer, make_model, attention, lora, checkpointing, **options):
@@ -150,8 +182,8 @@ def make_sharing_trainer(make_trainer, make_model, attention, lora, checkpointin
 # The lists have different lengths, so that each meets many of the others.
 SHARED = [
     *zip(
-        [*LOSS_OPTIONS, "ppo", "cispo"],
-        cycle(["sdpa", "sdpa in calls", "eager"]),
+        [*LOSS_OPTIONS, "ppo", "cispo", "cispo", "ppo", "gspo", "icepop"],
+        [*["sdpa", "sdpa in calls", "eager"] * 3, *["sdpa in varlen"] * 4],
         cycle([make_tiny_model, make_tiny_llama, make_tiny_llama, make_tiny_model]),
         cycle([False, True]),
         cycle([(False, 10_000), (True, 7), (False, 1), (True, 10_000), (False, 7)]),
@@ -167,7 +199,7 @@ def test_the_step_with_shared_beginnings_equals_a_float64_reference(
     make_trainer, monkeypatch, loss, attention, make_model, lora, way
 ):
     checkpointing, chunk_size = way
-    monkeypatch.setattr(forward, "chunk_size_for", lambda vocab_size: chunk_size)
+    monkeypatch.setattr(forward, "chunk_size_for", lambda *_: chunk_size)
     trainer = make_sharing_trainer(
         make_trainer, make_model, attention, lora, checkpointing, loss=loss, kl_beta=0.1,
         loss_args=LOSS_OPTIONS[loss], entropy_beta=0.2, loss_normalization="sequence",
@@ -206,25 +238,10 @@ def logits_of_samples(model, microbatch, inputs):
     return [logits[segment.row, torch.from_numpy(segment.path)] for segment in microbatch.segments]
 
 
-def sequences_by_hand(module, query, key, value, mask, scaling=None, **lengths):
-    """What flash attention computes for sequences of these lengths: each query of a sequence sees
-    the keys up to its own place from the end.
-    """
-    borders = [lengths[f"cu_seq_lens_{x}"].tolist() for x in "qk"]
-    longest = [max(np.diff(border)) for border in borders]
-    assert longest == [lengths[f"max_length_{x}"] for x in "qk"] and mask is None
-    outputs = []
-    for (q0, q1), (k0, k1) in zip(*map(itertools.pairwise, borders), strict=True):
-        num_q, num_k = q1 - q0, k1 - k0
-        sees = torch.ones(num_q, num_k, dtype=torch.bool).tril(num_k - num_q)
-        parts = query[:, :, q0:q1], key[:, :, k0:k1], value[:, :, k0:k1], sees
-        outputs.append(scaled_dot_product_attention(*parts, scale=scaling, enable_gqa=True))
-    return torch.cat(outputs, 2).transpose(1, 2), None
-
-
 @torch.no_grad()
 def test_flash_attention_gets_the_sequences_of_the_samples(monkeypatch):
     """A stand-in for flash attention, which needs a GPU: the sequences that it is given."""
+    emulate_varlen(monkeypatch)
     model = make_tiny_llama().eval()
     samples = make_tree(4)[:10]
     (plan,), num_shared = plan_all(samples, 10**6, layout="flat")
@@ -234,11 +251,100 @@ def test_flash_attention_gets_the_sequences_of_the_samples(monkeypatch):
     )
     inputs = forward.inputs_of_shared_rows(microbatch, "flash_attention_2")
     functions = forward.ALL_ATTENTION_FUNCTIONS
-    monkeypatch.setitem(functions._global_mapping, "flash_by_hand", sequences_by_hand)
+    monkeypatch.setitem(functions._global_mapping, "flash_by_hand", forward._varlen)
     forward.wrap_attention("flash_by_hand")
     monkeypatch.setitem(functions._local_mapping, "sdpa", functions["flash_by_hand"])
     given = logits_of_samples(model, microbatch, inputs)
     assert_close(given, expected, rtol=1e-4, atol=1e-5)
+
+
+def grouped_qkv(device, dtype):
+    """Queries of 4 heads, keys and values of 2, of a row of 7 tokens; as a model gives them."""
+    torch.manual_seed(0)
+    parts = [torch.randn(1, 7, heads, 8).to(device, dtype) for heads in (4, 2, 2)]
+    return [part.transpose(1, 2).requires_grad_() for part in parts]
+
+
+def row_of_the_documentation(device):
+    samples = [make_sample([ord(c) for c in text], 1, 0.5) for text in ("abcd", "abcef", "abg")]
+    return copy_to(collate(samples, [[0, 1, 2]], [1.0] * 3, 0, [0, 3, 2]), torch.device(device))
+
+
+def gradients_in(way, device, dtype):
+    """Attention of a row with a common beginning, and the gradients."""
+    forward.wrap_attention("sdpa")
+    qkv = grouped_qkv(device, dtype)
+    inputs = forward.inputs_of_shared_rows(row_of_the_documentation(device), "sdpa", way)
+    segments = inputs[forward.KEYWORD]
+    module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+    attend = forward.ALL_ATTENTION_FUNCTIONS["sdpa"]
+    output, _ = attend(
+        module, *qkv, inputs["attention_mask"], sample_segments=segments, scaling=0.4
+    )
+    return output, torch.autograd.grad(output.square().sum(), qkv)
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
+)
+def test_varlen_and_its_gradient_equal_a_call_for_each_sample(monkeypatch, device):
+    expected, expected_grads = gradients_in("calls", "cpu", torch.float64)
+    dtype, bound = torch.bfloat16, 1.5e-2  # twice what calls in bfloat16 are off
+    if device == "cpu":
+        emulate_varlen(monkeypatch)
+        dtype, bound = torch.float64, 1e-14
+    given, grads = gradients_in("varlen", device, dtype)
+    for ours, theirs in zip((given, *grads), (expected, *expected_grads), strict=True):
+        assert (ours.double().cpu() - theirs).norm() < bound * theirs.norm()
+
+
+def test_backward_keeps_no_copies_of_common_keys(monkeypatch):
+    emulate_varlen(monkeypatch)
+    numbers = []
+
+    def pack(tensor):
+        numbers.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        gradients_in("varlen", "cpu", torch.float32)
+    assert 7 * 2 * 8 in numbers and (4 + 5 + 3) * 2 * 8 not in numbers  # keys of 2 heads of 8
+
+
+def test_varlen_gets_all_in_the_dtype_of_the_values():
+    """A norm with float32 weights gives float32 queries and keys. Shapes and dtypes alone."""
+    inputs = forward.inputs_of_shared_rows(row_of_the_documentation("cpu"), "sdpa", "varlen")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        query, key, value = grouped_qkv("cpu", torch.float32)
+        segments, half = inputs[forward.KEYWORD], value.bfloat16()
+        output, _ = forward._in_sequences(
+            forward._varlen, segments, None, query, key, half, scaling=0.4
+        )
+        assert (output.shape, output.dtype) == ((1, 7, 4, 8), torch.bfloat16)
+        grads = torch.autograd.grad(output.sum(), [query, key, value])
+    assert [grad.dtype for grad in grads] == [torch.float32] * 3
+
+
+@torch.no_grad()
+def test_flash_attention_looks_at_no_positions_where_each_row_is_a_sample(monkeypatch):
+    """It would wait for the device in each layer, to see whether they restart."""
+    seen = []
+
+    def attend(module, query, key, value, mask, position_ids=None, **kwargs):
+        seen.append((mask, position_ids))
+        return query.transpose(1, 2), None
+
+    functions = forward.ALL_ATTENTION_FUNCTIONS
+    monkeypatch.setitem(functions._global_mapping, "flash_that_sees", attend)
+    forward.wrap_attention("flash_that_sees")
+    monkeypatch.setitem(functions._local_mapping, "sdpa", functions["flash_that_sees"])
+    ids = torch.arange(6).reshape(2, 3)
+    inputs = forward.inputs_of_whole_rows("flash_attention_2", ids.device)
+    make_tiny_model()(input_ids=ids, use_cache=False, **inputs)
+    assert seen == [(None, None)] * 2  # a layer each
 
 
 def make_windowed(kind, sliding_window):

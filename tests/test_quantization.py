@@ -18,7 +18,7 @@ def fit(tmp_path, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **dict(config)}))
         flags = {"limit_mm_per_prompt": {}, "dtype": "auto", "enable_lora": False}
-        flags |= {"quantization": None, "quantization_config": None}
+        flags |= {"quantization": None, "quantization_config": None, "enforce_eager": False}
         args = Namespace(model=str(tmp_path), revision=None, **{**flags, **given})
         return fit_to_checkpoint(args, []), args
 
@@ -74,3 +74,11 @@ def test_the_installed_vllm_makes_fp8_of_plain_weights():
     from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
 
     assert {"fp8_per_tensor", "fp8_per_block", "online"} <= {*ONLINE_QUANT_SHORTHAND_NAMES}
+
+
+def test_experts_in_fp8_need_eager_mode_or_an_adapter(fit):
+    for config in ({"num_experts": 8}, {"text_config": {"num_local_experts": 8}}):
+        problem, _ = fit(config=config, quantization="fp8")
+        assert problem.startswith("--quantization fp8: with experts, CUDA graphs would go on")
+        for flag in ("enforce_eager", "enable_lora"):
+            assert fit(config=config, quantization="fp8", **{flag: True})[0] is None

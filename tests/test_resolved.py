@@ -25,7 +25,7 @@ logins = { secrets = { a = "two-secret" }, headers = [{ Authorization = "three-s
 name = "second"
 taskset = { id = "number_guess", num_tasks = 3 }
 [inference.args]
-max_model_len = 64
+max_model_len = 4096
 [trainer.args]
 hub_token = "hf_secret"
 loss_args = { eps_high = 3.0 }
@@ -42,6 +42,7 @@ def run(tmp_path, monkeypatch, run_main):
     (folder / "flat.toml").write_text("max_steps = 7\n[sampling]\ntemperature = 0.9\n")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
 
     return partial(run_main, rl.main, "--dry-run")
 

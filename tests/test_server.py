@@ -56,6 +56,7 @@ from verifiers_rl.inference.server import (
     error_of_flags,
     generation_keys,
     limit_requests,
+    make_parser,
 )
 from verifiers_rl.sync.plan import TransferPlan
 from verifiers_rl.sync.shared_buffers import attach
@@ -103,6 +104,13 @@ class Engine:
 
     async def resume_generation(self):
         self.calls.append("resume")
+
+    async def sleep(self, level, mode):
+        assert (level, mode) == (1, "keep")
+        self.calls.append("sleep")
+
+    async def wake_up(self, tags):
+        self.calls.append(f"wake {tags[0]}" if tags else "wake up")
 
 
 @contextmanager
@@ -226,6 +234,25 @@ def test_layers_whose_adapter_vllm_would_drop_are_named():
     ]
     assert layers_without_adapter(manager, names) == ["model.layers.0.mlp.router"]
     assert layers_without_adapter(manager, names[:4]) == []
+
+
+@pytest.mark.slow  # it imports vLLM
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_logprobs_of_a_prompt_are_refused_where_the_head_may_have_an_adapter():
+    from verifiers_rl.inference.engine import refuse_beside_adapters
+
+    for adapted in (None, ["q_proj", "lm_head"]):
+        with pytest.raises(ValueError, match=r"prompt_logprobs: .* --lora-target-modules"):
+            refuse_beside_adapters(SimpleNamespace(target_modules=adapted))
+    refuse_beside_adapters(SimpleNamespace(target_modules=["q_proj"]))
+    refuse_beside_adapters(None)
+
+
+@pytest.mark.slow  # it imports vLLM
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_vllms_parser_has_our_defaults():
+    args = make_parser().parse_args(["--model", "m"])
+    assert (args.host, args.gpu_memory_utilization) == ("127.0.0.1", 0.88)
 
 
 @OF_VLLM
@@ -706,6 +733,107 @@ def test_workers_in_nccl_hear_that_the_trainer_has_left(server_of_pushes, method
             pushed(client, "c").answer()
         if method == "receive":
             hold.close()
+
+
+SLEEP, WAKE = "sleep", "wake up"
+
+
+def sleep(client, connection):
+    client.sleep({"connection": connection, "timeout_s": 5.0}, 5.0)
+
+
+def test_a_server_sleeps_until_the_next_push_and_requests_wait(server_of_pushes):
+    with server_of_pushes() as (client, connection, engine):
+        for _ in range(2):
+            sleep(client, connection)
+            assert not engine.admits.is_set()
+            assert pushed(client, connection).answer() == {"policy_version": 3}
+            assert engine.admits.is_set()
+        of_push = [NONE, "weight_sync_receive", THREE]
+        assert engine.calls == 2 * [SLEEP, "wake weights", *of_push, WAKE]
+        sleep(client, connection)
+        hold, _ = connected(client)  # the trainer connects anew
+        assert engine.calls[-4:] == [SLEEP, WAKE, NONE, "weight_sync_connect"]
+        hold.close()
+        for name, error in (("c", "400: another trainer has connected"), (connection, "400")):
+            with pytest.raises(InferenceServerError, match=error):
+                sleep(client, name)
+        assert engine.calls[-1] == "weight_sync_connect" and engine.admits.is_set()
+
+
+class Sleeper(Engine):
+    """Takes some time to fall asleep, of which `is_falling` tells. `fails` fails to wake once."""
+
+    def __init__(self, *args, fails=False, **options):
+        super().__init__(*args, **options)
+        self.is_falling, self.fails = threading.Event(), fails
+
+    async def sleep(self, level, mode):
+        self.is_falling.set()
+        await asyncio.sleep(0.3)
+        await super().sleep(level, mode)
+
+    async def wake_up(self, tags):
+        if self.fails:
+            self.fails = False
+            raise RuntimeError("CUDA out of memory")
+        await super().wake_up(tags)
+
+
+KILLED = """
+import sys, time
+from tests.test_server import InferenceClient, begin_push, connected, sleep
+client, phase = InferenceClient("127.0.0.1", int(sys.argv[1])), sys.argv[2]
+hold, connection = connected(client)
+print("connected", flush=True)
+sleep(client, connection)
+if phase == "pushes":
+    push = begin_push(client, connection, 60.0, num_bytes=3 * 2**19)
+print("asleep", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("phase", ["falls asleep", "sleeps", "pushes"])
+def test_a_server_wakes_when_its_trainer_is_killed_in_whatever_phase(monkeypatch, phase):
+    monkeypatch.setattr(f"{ROUTES}.fit_to_server", lambda plan, config: plan)
+    engine = Sleeper(2, work=Workers())
+    with server_of(engine) as (client, _):
+        command = [sys.executable, "-c", KILLED, str(client.port), phase]
+        trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        try:
+            assert trainer.stdout.readline() == "connected\n"
+            if phase == "falls asleep":
+                assert engine.is_falling.wait(10)
+            else:
+                assert trainer.stdout.readline() == "asleep\n"
+        finally:
+            trainer.kill()
+            trainer.wait(10)
+            trainer.stdout.close()
+        deadline = time.monotonic() + 10
+        while WAKE not in engine.calls or not engine.admits.is_set():
+            assert time.monotonic() < deadline, engine.calls
+            time.sleep(0.02)
+        hold, connection = connected(client, "second")
+        assert pushed(client, connection).answer() == {"policy_version": 3}
+        assert [call for call in engine.calls if call in (SLEEP, WAKE)] == [SLEEP, WAKE]
+        hold.close()
+
+
+def test_a_server_that_cannot_wake_takes_no_push_and_tries_again(monkeypatch):
+    monkeypatch.setattr(f"{ROUTES}.fit_to_server", lambda plan, config: plan)
+    engine = Sleeper(2, work=Workers(), fails=True)
+    with server_of(engine) as (client, _):
+        hold, connection = connected(client)
+        sleep(client, connection)
+        with pytest.raises(ServerLostError, match="500: RuntimeError: CUDA out of memory"):
+            pushed(client, connection).answer()
+        assert not engine.admits.is_set() and engine.calls[-1] == SLEEP
+        again, connection = connected(client)  # as the trainer does now
+        assert engine.admits.is_set() and WAKE in engine.calls
+        assert pushed(client, connection).answer() == {"policy_version": 3}
+        hold.close(), again.close()
 
 
 def test_an_error_while_a_connection_is_made_is_an_answer_of_the_kind_that_it_is(

@@ -32,7 +32,8 @@ from verifiers_rl.sync.sources import what_to_send
 from verifiers_rl.types import Batch, Rollout
 
 folder, kind, *cases = sys.argv[1:]
-logprobs._CHUNK_ELEMENTS = 261 * 5  # chunks of 5 tokens, of which the ranks have different numbers
+# Chunks of 5 tokens, of which the ranks have different numbers.
+logprobs._CHUNK_ELEMENTS["cpu"] = 261 * 5
 sharding = {}  # of "launched": in the environment
 if kind == "fsdp2":
     sharding = {"fsdp": True, "fsdp_config": {"version": 2}}
@@ -126,7 +127,7 @@ def run(case):
     mode, *flags = case.split("-")
     reductions.clear()
     has_chunks = "chunks" in flags
-    forward.chunk_size_for = (lambda vocab_size: 1) if has_chunks else logprobs.chunk_size_for
+    forward.chunk_size_for = (lambda *_: 1) if has_chunks else logprobs.chunk_size_for
     # With plain SGD and this learning rate, weights move by the gradient itself.
     optimizer = {"learning_rate": 2e-3, "max_grad_norm": 0.3}
     if "sgd" in flags:
@@ -306,7 +307,7 @@ def test_two_ranks_give_the_weights_of_one_process(tmp_path, one_process, kind):
 def fsdp2(**options):
     whole = StateDictType.FULL_STATE_DICT
     given = {"fsdp_version": 2, "cpu_offload": None, "state_dict_type": whole}
-    return SimpleNamespace(**given | options)
+    return SimpleNamespace(**{**given, "activation_checkpointing": False, **options})
 
 
 @pytest.mark.parametrize(
@@ -324,6 +325,11 @@ def fsdp2(**options):
             {"fsdp_plugin": fsdp2(state_dict_type=StateDictType.SHARDED_STATE_DICT)},
             {},
             "SHARDED_STATE_DICT: Trainer would save no model .* set .*FULL_STATE_DICT",
+        ),
+        (
+            {"fsdp_plugin": fsdp2(activation_checkpointing=True)},
+            {},
+            "activation_checkpointing: it renames .* set gradient_checkpointing = true",
         ),
         ({"deepspeed_plugin": SimpleNamespace(zero_stage=2)}, {}, "kl_beta without LoRA"),
         ({"deepspeed_plugin": SimpleNamespace(zero_stage=3)}, {}, "kl_beta without LoRA"),

@@ -1,6 +1,7 @@
 import json
 import math
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import cycle, product
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -97,7 +99,7 @@ def test_the_step_equals_a_float64_reference(
 ):
     assert MASK_OPTIONS.keys() == MASKS.keys()
     lora, gradient_checkpointing, chunk_size = way
-    monkeypatch.setattr(forward, "chunk_size_for", lambda vocab_size: chunk_size)
+    monkeypatch.setattr(forward, "chunk_size_for", lambda *_: chunk_size)
     options = {"gradient_masks": {name: MASK_OPTIONS[name] for name in masks}} if masks else {}
     trainer = make_trainer(
         make_model(), loss=loss, loss_args=LOSS_OPTIONS[loss], loss_normalization=normalization,
@@ -352,7 +354,7 @@ def test_dropout_of_the_model_is_switched_off_and_that_of_lora_is_not(make_train
 
 @pytest.mark.parametrize("use_lora", [False, True])
 def test_the_head_never_sees_more_than_a_chunk(make_trainer, monkeypatch, use_lora):
-    monkeypatch.setattr(forward, "chunk_size_for", lambda vocab_size: 7)
+    monkeypatch.setattr(forward, "chunk_size_for", lambda *_: 7)
     rows, real = [], torch.nn.functional.linear
     trainer = make_trainer(use_lora=use_lora)
     assert trainer.support.shares_prefixes  # tried before what is counted
@@ -368,6 +370,53 @@ def test_the_head_never_sees_more_than_a_chunk(make_trainer, monkeypatch, use_lo
     assert sum(s.num_loss_tokens for s in samples) == 35 + 2  # in two microbatches
     # A trained head takes all chunks but the last of each again in backward.
     assert rows == [7] * 5 + ([] if use_lora else [7] * 4) + [2]
+
+
+class Casts(TorchDispatchMode):
+    """Records the shape and the dtype of each copy into another dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and result.dtype != args[0].dtype:
+            self.made.append((tuple(result.shape), result.dtype))
+        return result
+
+
+def test_inputs_of_an_adapter_are_not_cast_to_float32_and_back(make_trainer, monkeypatch):
+    def run():
+        trainer = make_trainer(make_tiny_model().to(torch.bfloat16), use_lora=True, bf16=True)
+        move_away(trainer)
+        assert trainer.support.shares_prefixes  # tried before casts are counted
+        with Casts() as casts:
+            loss, grads, row = batch_gradients(trainer, make_samples(6))
+        return loss, grads, len(casts.made), row["num_microbatches"]
+
+    loss, grads, num_casts, num_microbatches = run()
+    monkeypatch.setattr(
+        "verifiers_rl.trainer.disable_input_dtype_casting", lambda *_: nullcontext()
+    )
+    loss_with_casts, grads_with_casts, more_casts, _ = run()
+    assert loss == loss_with_casts and grads.keys() == grads_with_casts.keys()
+    assert all(torch.equal(grads[name], grads_with_casts[name]) for name in grads)
+    # Of 7 adapters in each of 2 layers, there and back, in forward and in backward; the input of
+    # the first three has no gradient.
+    assert more_casts - num_casts == num_microbatches * (2 * 7 * 4 - 3 * 2)
+
+
+@pytest.mark.parametrize("use_lora", [False, True])
+def test_the_head_is_cast_once_a_microbatch(make_trainer, monkeypatch, use_lora):
+    """Whatever the number of its chunks, which are computed again in backward."""
+    monkeypatch.setattr("verifiers_rl.forward.chunk_size_for", lambda *_: 3)
+    trainer = make_trainer(bf16=True, use_lora=use_lora, max_tokens_per_microbatch=24)
+    assert trainer.support.shares_prefixes  # tried before casts are counted
+    with Casts() as casts:
+        batch_gradients(trainer, make_samples(6))
+    num = trainer._window.steps[0]["num_microbatches"]
+    assert num > 1 and casts.made.count(((261, 32), torch.bfloat16)) == num
 
 
 def test_tokens_that_no_policy_sampled_have_ratio_one(make_trainer):
@@ -429,6 +478,37 @@ def test_each_part_can_be_replaced_beside_the_others(make_whole, monkeypatch):
 
 
 # --- The loop -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1])
+def test_a_server_that_shares_the_gpu_sleeps_in_each_step_where_none_is_ahead(
+    make_trainer, num_ahead
+):
+    class Sleeper(StubSink):
+        sleeps = True
+
+        def push(self, model, policy_version):
+            source.calls.append(f"push {policy_version}")
+            return super().push(model, policy_version)
+
+        def sleep(self):
+            source.calls.append("sleep")
+
+    source = StubSource()
+    trainer = make_trainer(
+        source=source, max_off_policy_steps=num_ahead, eval_strategy="steps", eval_steps=2
+    )
+    trainer.weight_sync = Sleeper()
+    trainer.train()
+    if num_ahead:
+        assert "sleep" not in source.calls
+        return
+    assert source.calls == [
+        "push 0", "submit 0", "get 0", "sleep",
+        "push 1", "submit 1", "get 1", "sleep",
+        "push 2", "evaluate 2", "submit 2", "get 2", "evaluated 2", "sleep",
+        "push 3", "evaluate 3", "evaluated 3",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -292,7 +292,8 @@ class RLConfig(TrainingArguments):
     """Compute in bfloat16; trained weights stay in float32. Default: if the GPU supports it."""
     # None if not set; before transformers 5.18 the base class declares a bool.
     gradient_checkpointing: bool = None  # type: ignore[assignment]
-    """Recompute activations in backward: less memory, more time."""
+    """Recompute activations in backward: less memory, more time. Default: on a GPU, in as many
+    layers as its free memory asks for; elsewhere in none."""
     logging_steps: PositiveNumber = 1
     """Steps between lines of metrics and tables of rollouts."""
     save_steps: PositiveNumber = 100
@@ -327,9 +328,10 @@ class RLConfig(TrainingArguments):
     """Rollouts of one optimizer step, over all ranks."""
     rollouts_per_example: PositiveInt = 16
     """Rollouts of one example; their mean reward is the baseline."""
-    micro_batch_size: PositiveInt = 8
+    micro_batch_size: PositiveInt | None = None
     """Samples of max_seq_len tokens in one forward pass of one rank. The token budget is the
-    product, so more samples fit when they are shorter."""
+    product, so more samples fit when they are shorter. Default: 8; on a GPU, fewer if its free
+    memory does not hold what a pass keeps for backward."""
     max_tokens_per_microbatch: PositiveInt | None = None
     """Tokens of one forward pass on one rank, padding included; replaces micro_batch_size. Default:
     micro_batch_size * max_seq_len."""
@@ -503,8 +505,11 @@ class RLConfig(TrainingArguments):
         if self.output_dir is None:
             self.output_dir = f"outputs/{self.run_name or 'rl'}"
         if self.bf16 is None:
+            # Emulated, as on a T4, it would be slow, and such a GPU's server computes in float16.
             self.bf16 = (
-                not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+                not self.use_cpu
+                and torch.cuda.is_available()
+                and torch.cuda.is_bf16_supported(including_emulation=False)
             )
         # The new name of gradient_checkpointing; transformers warns if only the old one is set.
         if self.gradient_checkpointing is not None and hasattr(self, "activation_checkpointing"):
@@ -774,8 +779,8 @@ class RLConfig(TrainingArguments):
 
     @property
     def token_budget(self) -> int:
-        """Tokens of one forward pass on one rank."""
-        return self.max_tokens_per_microbatch or self.micro_batch_size * self.max_seq_len
+        """Tokens of one forward pass on one rank, before its memory is looked at."""
+        return self.max_tokens_per_microbatch or (self.micro_batch_size or 8) * self.max_seq_len
 
     @property
     def groups_per_batch(self) -> int:

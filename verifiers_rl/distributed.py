@@ -256,6 +256,11 @@ def prepare_ranks(accelerator: Any, args: RLConfig, needs_copy: bool) -> None:
         )
     if fsdp is not None and isinstance(fsdp.cpu_offload, CPUOffloadPolicy):
         raise ConfigError("FSDP's cpu_offload: not supported; remove it, or use ZeRO-2's")
+    if fsdp is not None and fsdp.activation_checkpointing:
+        raise ConfigError(
+            "FSDP's activation_checkpointing: it renames the weights, and the server would refuse "
+            "them; set gradient_checkpointing = true in its place"
+        )
     zero = getattr(accelerator.state, "deepspeed_plugin", None)
     if args.torch_compile and (fsdp is not None or zero is not None):
         raise ConfigError(

@@ -7,14 +7,17 @@ A row of one sample needs no mask. For others it depends on the attention implem
     eager, sdpa      a mask of width^2 entries
     sdpa             in wide rows, a call for each sample: its own tokens are the queries, all of
                      its tokens are the keys. Each pair of tokens is computed once
-    flash attention  the same queries and keys as above, in one call, as sequences of these lengths
+    sdpa on a GPU    the same queries and keys as above, in one call of torch's `varlen_attn`, as
+                     sequences of these lengths. A row has all samples of a microbatch (layout
+                     "flat"), and the keys of a common beginning are copied for each sample
+    flash attention  the same in transformers' own call
 
 A model for which this does not work tells the samples of a row apart as transformers does: by
 positions that restart at 0. Its samples have no tokens in common. Before the first step,
 `try_model` finds out what works with the model.
 
-The calls for each sample need no change of the model: transformers passes keyword arguments of a
-forward on to the function that computes attention, and this module wraps that function.
+None of these needs a change of the model: transformers passes keyword arguments of a forward on to
+the function that computes attention, and this module wraps that function.
 """
 
 from __future__ import annotations
@@ -22,14 +25,17 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
+from torch.nn.attention.varlen import varlen_attn
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -41,6 +47,7 @@ from verifiers_rl.logprobs import (
     chunked_logprobs_and_entropy,
     hidden_states_in_place_of_logits,
 )
+from verifiers_rl.models import decoder_blocks
 from verifiers_rl.packing import Microbatch, ModelSupport, collate, copy_to
 from verifiers_rl.router_replay import replay_experts
 from verifiers_rl.types import ALLOWED_TOKENS, ROUTED_EXPERTS, Sample
@@ -51,6 +58,7 @@ KEYWORD = "sample_segments"  # the parameter of `attention` below that takes `Sa
 # What a call of SDPA costs beside its work, in pairs of a query and a key, forward and backward.
 # Estimates: 0.1 ms on a CPU at 1 TFLOP/s and less, 0.05 ms on a GPU at 100.
 CALL_COST = {"cpu": 2**13, "cuda": 2**18}
+HAS_VARLEN = ("cuda",)  # kinds of devices
 
 
 def predict_targets(
@@ -76,7 +84,7 @@ def predict_targets(
     attention = attention_inputs(microbatch, base.config, support)
     model_inputs = {"input_ids": microbatch.input_ids, "use_cache": False, **attention}
     vocab_size = base.config.get_text_config().vocab_size
-    chunk_size = chunk_size_for(vocab_size)
+    chunk_size = chunk_size_for(vocab_size, microbatch.input_ids.device.type)
     head_dtype = getattr(torch, args.head_dtype, None)  # "model" is none
     with hidden_states_in_place_of_logits(base, head_dtype) as to_logits:
         hidden = model(**model_inputs).logits[targets.rows, targets.columns]  # (N, hidden)
@@ -106,14 +114,16 @@ class SampleSegments:
     """What the attention of each layer needs of a microbatch, on its device.
 
     Attributes:
+        way: how attention uses it: "calls", "varlen" or "flash".
         rows: for each row, the number of queries and of keys of each segment, and the columns of
             all keys, segment by segment.
-        masks: by numbers of queries and keys, (1, 1, queries, keys) bool; the last query sees all
-            keys.
+        masks: for calls, by numbers of queries and keys, (1, 1, queries, keys) bool; the last query
+            sees all keys.
         sequences: of the first row, as flash attention takes their lengths.
     """
 
-    def __init__(self, microbatch: Microbatch, device: torch.device) -> None:
+    def __init__(self, microbatch: Microbatch, device: torch.device, way: str) -> None:
+        self.way = way
         self.rows: list[tuple[list[int], list[int], Tensor]] = []
         self.masks: dict[tuple[int, int], Tensor] = {}
         for row in range(len(microbatch.input_ids)):
@@ -124,7 +134,7 @@ class SampleSegments:
             columns = torch.from_numpy(np.concatenate(paths)).to(device, non_blocking=True)
             self.rows.append((queries, keys, columns))
             for n, m in zip(queries, keys, strict=True):
-                if n < m and (n, m) not in self.masks:
+                if way == "calls" and n < m and (n, m) not in self.masks:
                     ones = torch.ones(n, m, dtype=torch.bool, device=device)
                     self.masks[n, m] = ones.tril_(m - n)[None, None]
 
@@ -154,6 +164,8 @@ def _is_cheaper_in_calls(microbatch: Microbatch, device: torch.device) -> bool:
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
+# Compiled for its lists of lengths, it would be compiled anew for each microbatch.
+@torch.compiler.disable
 def _in_calls(
     attend: Attention,
     segments: SampleSegments,
@@ -189,6 +201,7 @@ def _in_calls(
     return torch.cat(rows), None
 
 
+@torch.compiler.disable
 def _in_sequences(
     attend: Attention,
     segments: SampleSegments,
@@ -198,13 +211,44 @@ def _in_sequences(
     value: Tensor,
     *args: Any,
     **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, None]:
     """Give flash attention sequences, in the only row of the layout "flat". Its causal mask lets
     the last query of a sequence see the last key.
     """
     columns = segments.rows[0][2]
-    key, value = key.index_select(2, columns), value.index_select(2, columns)
-    return attend(module, query, key, value, None, *args, **segments.sequences, **kwargs)
+
+    def attend_to(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        key, value = key.index_select(2, columns), value.index_select(2, columns)
+        return attend(module, query, key, value, None, *args, **segments.sequences, **kwargs)[0]
+
+    if len(columns) == query.shape[2]:
+        return attend_to(query, key, value), None
+    # The keys of samples with tokens in common are many more than the row has. Backward does not
+    # keep them, and computes this again.
+    return checkpoint(attend_to, query, key, value, use_reentrant=False), None
+
+
+def _varlen(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: None,
+    *,
+    scaling: float | None = None,
+    **lengths: Any,
+) -> tuple[Tensor, None]:
+    """Torch's flash attention, with the parameters that transformers has for its own."""
+    # Autocast does not know the operator, and a norm with float32 weights gives float32.
+    q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+    output: Any = varlen_attn(
+        *(q, k, v, lengths["cu_seq_lens_q"], lengths["cu_seq_lens_k"]),
+        *(lengths["max_length_q"], lengths["max_length_k"]),
+        scale=scaling,
+        window_size=(-1, 0),  # causal, see `_in_sequences`
+        enable_gqa=True,
+    )
+    return output[None], None
 
 
 def wrap_attention(implementation: str) -> None:
@@ -214,8 +258,6 @@ def wrap_attention(implementation: str) -> None:
     attend: Any = ALL_ATTENTION_FUNCTIONS[implementation]
     if hasattr(attend, "takes_segments"):
         return
-    # Compiled for its lists of lengths, it would be compiled anew for each microbatch.
-    by_segment = torch.compiler.disable(_in_sequences if "flash" in implementation else _in_calls)
 
     @functools.wraps(attend)
     def attention(
@@ -230,8 +272,14 @@ def wrap_attention(implementation: str) -> None:
     ) -> tuple[Tensor, Tensor | None]:
         tensors = query, key, value
         if isinstance(sample_segments, SampleSegments):
-            return by_segment(attend, sample_segments, module, *tensors, *args, **kwargs)
-        mask = None if sample_segments == "whole rows" else mask
+            way = sample_segments.way
+            by_segment = _in_calls if way == "calls" else _in_sequences
+            function = _varlen if way == "varlen" else attend
+            return by_segment(function, sample_segments, module, *tensors, *args, **kwargs)
+        if sample_segments == "whole rows":
+            mask = None
+            # In each layer, flash attention would wait for the device to see whether they restart.
+            kwargs.pop("position_ids", None)
         return attend(module, *tensors, mask, *args, **kwargs)
 
     wrapped: Any = attention
@@ -256,7 +304,8 @@ def attention_inputs(microbatch: Microbatch, config: Any, support: ModelSupport)
     num_samples = sum(not segment.is_padding for segment in microbatch.segments)
     if num_samples <= len(microbatch.input_ids) and not microbatch.shares_prefixes:
         return inputs_of_whole_rows(implementation, microbatch.input_ids.device)
-    return inputs_of_shared_rows(microbatch, implementation)
+    way = "varlen" if support.layout == "flat" else None
+    return inputs_of_shared_rows(microbatch, implementation, way)
 
 
 def inputs_of_whole_rows(implementation: str, device: torch.device) -> dict[str, Any]:
@@ -274,22 +323,27 @@ def _any_mask(device: torch.device) -> Tensor:
 
 
 def inputs_of_shared_rows(
-    microbatch: Microbatch, implementation: str, in_calls: bool | None = None
+    microbatch: Microbatch, implementation: str, way: str | None = None
 ) -> dict[str, Any]:
     """Do as `attention_inputs`, for rows of several samples, which may have tokens in common.
 
     Args:
         microbatch: on the device of the model.
         implementation: the model's attention implementation.
-        in_calls: whether SDPA is called for each sample; default: what takes less time.
+        way: how SDPA keeps samples apart: "mask"; "calls", one for each; "varlen", of one row.
+            Default: of the first two what takes less time.
     """
     inputs: dict[str, Any] = {"position_ids": microbatch.position_ids}
     visible_until = microbatch.visible_until  # (B, T)
     device = visible_until.device
-    if implementation == "sdpa" and in_calls is None:
-        in_calls = _is_cheaper_in_calls(microbatch, device)
-    if "flash" in implementation or (implementation == "sdpa" and in_calls):
-        inputs[KEYWORD] = SampleSegments(microbatch, device)
+    if "flash" in implementation:
+        way = "flash"
+    elif implementation != "sdpa":
+        way = "mask"
+    elif way is None:
+        way = "calls" if _is_cheaper_in_calls(microbatch, device) else "mask"
+    if way != "mask":
+        inputs[KEYWORD] = SampleSegments(microbatch, device, way)
         inputs["attention_mask"] = _any_mask(device)
     else:
         columns = torch.arange(visible_until.shape[1], device=device)
@@ -310,7 +364,7 @@ def try_model(model: nn.Module, base: Any, args: RLConfig) -> ModelSupport:
     Args:
         model: the module to call: the causal LM, or what PEFT, DDP or DeepSpeed put around it.
         base: the causal LM itself.
-        args: `share_prefixes` and `max_seq_len`.
+        args: `share_prefixes` and `max_seq_len`; see `fit_step`.
 
     Raises:
         ConfigError: see `check_head`.
@@ -326,12 +380,20 @@ def try_model(model: nn.Module, base: Any, args: RLConfig) -> ModelSupport:
         if why_not:
             logger.warning("what samples begin with is computed for each: %s", why_not)
         shares_prefixes = why_not is None
-    is_flash = "flash" in str(getattr(base.config, "_attn_implementation", ""))
+    attention = str(config._attn_implementation)
+    is_flat = "flash" in attention
+    if shares_prefixes and attention == "sdpa" and base.device.type in HAS_VARLEN:
+        # It takes half precision, and heads of some sizes, on GPUs from compute capability 8.0 on.
+        why_not = reason_against_sharing_prefixes(model, base, args.max_seq_len, ["varlen"])
+        if why_not:
+            logger.warning("attention has a call for each sample: %s", why_not)
+        is_flat = why_not is None
     return ModelSupport(
-        layout="padded" if why_padded else "flat" if is_flash else "packed",
+        layout="padded" if why_padded else "flat" if is_flat else "packed",
         shares_prefixes=shares_prefixes,
         hidden_size=getattr(config, "hidden_size", 1024),
-        attention=str(config._attn_implementation),
+        attention=attention,
+        token_budget=fit_step(model, base, args),
     )
 
 
@@ -407,7 +469,9 @@ def reason_against_sharing_rows(model: nn.Module, base: nn.Module) -> str | None
     return None
 
 
-def reason_against_sharing_prefixes(model: nn.Module, base: Any, max_seq_len: int) -> str | None:
+def reason_against_sharing_prefixes(
+    model: nn.Module, base: Any, max_seq_len: int, ways: Sequence[str] = ("mask", "calls")
+) -> str | None:
     """Return why samples with tokens in common would be computed otherwise than alone in this
     model; None if they would not.
 
@@ -418,6 +482,7 @@ def reason_against_sharing_prefixes(model: nn.Module, base: Any, max_seq_len: in
     Args:
         model, base: see `try_model`.
         max_seq_len: of the samples to come.
+        ways: of SDPA to try, see `inputs_of_shared_rows`.
     """
     config = base.config.get_text_config()
     for name in ("sliding_window", "attention_chunk_size"):
@@ -440,11 +505,11 @@ def reason_against_sharing_prefixes(model: nn.Module, base: Any, max_seq_len: in
         return model(input_ids=input_ids, use_cache=False, **inputs).logits[0]
 
     with _evaluating(model):
-        for in_calls in (False, True) if implementation == "sdpa" else (None,):
-            inputs = inputs_of_shared_rows(shared, implementation, in_calls)
+        for way in ways:
+            inputs = inputs_of_shared_rows(shared, implementation, way)
             try:
                 logits = logits_of(shared.input_ids, **inputs)
-            except (TypeError, ValueError, NotImplementedError) as error:
+            except (TypeError, ValueError, RuntimeError) as error:
                 return f"it takes no such rows: {error}"
             for segment, sequence in zip(shared.segments, sequences, strict=True):
                 alone = torch.from_numpy(sequence).to(ids.device)[None]
@@ -454,3 +519,94 @@ def reason_against_sharing_prefixes(model: nn.Module, base: Any, max_seq_len: in
                 if not max(_difference(given, expected), _difference(whole, expected)) < tolerance:
                     return f"a sample sees others (attention {implementation!r})"
     return None
+
+
+# --- What fits into the memory of a GPU -----------------------------------------------------------
+
+# Tokens of a forward pass below which a GPU waits for its host. Before a pass gets smaller, layers
+# are computed again in backward.
+FEW_TOKENS = 4096
+USED_SHARE = 0.9  # of the free memory; the rest is for fragments, and for keys of a layer
+STATE_BYTES = 14  # for each trained number: gradient, Adam's two moments, a copy in bfloat16
+HEAD_BYTES = 14 * 2**28  # a chunk's logits, and in float32 three times
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return what this process may still allocate on its GPU; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def saved_bytes(base: Any, num_tokens: int) -> int:
+    """Return how many bytes a forward of the Hugging Face model on so many tokens keeps for
+    backward, with weights and without the head.
+    """
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    vocab_size = base.config.get_text_config().vocab_size
+    with (
+        _evaluating(base),  # layers that have checkpoints in training keep all
+        torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        hidden_states_in_place_of_logits(base),
+    ):
+        ids = torch.arange(num_tokens, device=base.device)[None] % vocab_size
+        output = base(input_ids=ids, use_cache=False)
+    del output  # until here the graph kept all storages, so that no address came twice
+    return sum(kept.values())
+
+
+def fit_step(model: nn.Module, base: Any, args: RLConfig) -> int | None:
+    """Return the tokens of one forward pass on a rank. Let layers be computed again in backward.
+    None, and no such layers, on a CPU, and for a model of FSDP2 or DeepSpeed.
+
+    On a GPU, what the options leave open follows from its free memory and from what a forward keeps
+    of each token, which is measured: no checkpoints, and the tokens of 8 samples or as many as fit,
+    if these are `FEW_TOKENS` and a whole sample; else checkpoints of as few layers as possible;
+    else fewer tokens. The first layers get the checkpoints: when backward comes to them, the memory
+    of the others is free again. Rank 0 says in one line what was chosen.
+
+    Args:
+        model, base: see `try_model`.
+        args: `token_budget` and `gradient_checkpointing`.
+    """
+    budget, free = args.token_budget, free_bytes(args.device)
+    is_split = hasattr(model, "zero_optimization")
+    is_split |= any(hasattr(parameter, "full_tensor") for parameter in base.parameters())
+    if free is None or is_split:
+        return None
+    blocks = decoder_blocks(base)
+    of_token = (saved_bytes(base, 128) - saved_bytes(base, 64)) / 64
+    num_trained = sum(p.numel() for p in base.parameters() if p.requires_grad)
+    fixed = HEAD_BYTES + STATE_BYTES * num_trained
+    free = int(reduce_over_ranks(torch.tensor(free, device=args.device), ReduceOp.MIN))
+    room = USED_SHARE * free - fixed
+    # Of compiled layers, backward keeps what the compiler chose.
+    is_open = args.gradient_checkpointing is None and not args.torch_compile
+    some = range(len(blocks) + 1) if is_open else [len(blocks) * bool(args.gradient_checkpointing)]
+    # Bytes of a token by number of checkpoints. A checkpoint keeps a layer's input, a thirtieth of
+    # the layer, and the layer that backward is in takes two.
+    costs = {num: of_token * (1 + (2 - 0.95 * num) / len(blocks)) for num in some}
+    is_given = args.max_tokens_per_microbatch or args.micro_batch_size
+    least = budget if is_given else min(budget, max(FEW_TOKENS, args.max_seq_len))
+    num = next((num for num, cost in costs.items() if room >= cost * least), max(costs))
+    if not is_given:
+        budget = max(min(budget, int(room / costs[num])), args.max_seq_len)
+    for block in blocks[: num * is_open]:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    needed = budget * costs[num]
+    if args.process_index == 0:
+        print(
+            f"step: at most {budget:,} tokens in a forward pass, {num} of {len(blocks)} layers "
+            f"computed again in backward: {(fixed + needed) / 1e9:.1f} GB of {free / 1e9:.1f} GB"
+            + (", which may not suffice: lower max_seq_len" if needed > room else ""),
+            flush=True,
+        )
+    return budget

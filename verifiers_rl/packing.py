@@ -143,12 +143,14 @@ class ModelSupport:
         shares_prefixes: tokens that samples have in common are computed once.
         hidden_size: the longer a row is relative to it, the more attention costs.
         attention: its implementation. "eager" computes whole rows, so those stay narrow.
+        token_budget: of one forward pass on a rank; None for that of the options.
     """
 
     layout: Layout = "packed"
     shares_prefixes: bool = False
     hidden_size: int = 1024
     attention: str = "sdpa"
+    token_budget: int | None = None
 
 
 class Plan(NamedTuple):

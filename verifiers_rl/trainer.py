@@ -35,6 +35,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from peft.helpers import disable_input_dtype_casting
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, set_seed
@@ -154,8 +155,7 @@ class RLTrainer(SavingTrainer):
         needs_copy = "reference_logprobs" in needs_of(self.loss_fn)
         needs_copy &= not hasattr(policy, "disable_adapter")
         prepare_ranks(self.accelerator, args, needs_copy)
-        start = copy.deepcopy(policy).requires_grad_(False).eval() if needs_copy else None
-        self._reference: nn.Module | None = start
+        self._reference = copy.deepcopy(policy).requires_grad_(False).eval() if needs_copy else None
         # Rank 0 has chosen, and the others gather what it sends.
         lora_sync = getattr(self.weight_sync, "lora_sync", args.lora_sync)
         self._lora_sync = broadcast_outcome({"lora_sync": lora_sync}, args.device)["lora_sync"]
@@ -292,16 +292,17 @@ class RLTrainer(SavingTrainer):
         batch_loss = torch.zeros((), device=args.device)
         # Without loss tokens there is no gradient at all, and the optimizer changes nothing.
         own = self._microbatches(batch, is_computed, weights) if num_loss_tokens.any() else ()
-        for microbatch, is_last in own:
-            self._stop_if_asked()
-            with accumulating(self.accelerator, args, model, is_last):
-                with self.compute_loss_context_manager():
-                    loss = self.microbatch_loss(model, microbatch, means)
-                    loss = loss * args.world_size / denominator
-                batch_loss += loss.detach()
-                if is_last:
-                    self._before_last_backward(batch_loss)
-                self.accelerator.backward(loss)
+        with disable_input_dtype_casting(model, self.accelerator.native_amp):  # autocast does it
+            for microbatch, is_last in own:
+                self._stop_if_asked()
+                with accumulating(self.accelerator, args, model, is_last):
+                    with self.compute_loss_context_manager():
+                        loss = self.microbatch_loss(model, microbatch, means)
+                        loss = loss * args.world_size / denominator
+                    batch_loss += loss.detach()
+                    if is_last:
+                        self._before_last_backward(batch_loss)
+                    self.accelerator.backward(loss)
         with self.checkpoints.saving_on_error():
             raise_if_gradient_not_finite(model)
         return batch_loss
@@ -329,7 +330,8 @@ class RLTrainer(SavingTrainer):
             weights: of the loss tokens of each sample.
         """
         args, counts, sizes = self.args, self._counts, batch.sizes
-        plan = plan_batch(sizes, is_computed, args.token_budget, args.world_size, self.support)
+        token_budget = self.support.token_budget or args.token_budget
+        plan = plan_batch(sizes, is_computed, token_budget, args.world_size, self.support)
         counts.add_samples(sizes, is_computed, plan.num_shared)
         samples = scatter_samples(batch, plan.of_ranks, args.device)
         own = plan.of_ranks[args.process_index]
@@ -341,8 +343,8 @@ class RLTrainer(SavingTrainer):
 
     @cached_property
     def support(self) -> ModelSupport:
-        """What the model can compute. It is tried in the first step, on all ranks, because only
-        then the model is wrapped and split as for training.
+        """What the model can compute, and how much at once. It is tried in the first step, on all
+        ranks, because only then the model is wrapped and split as for training.
         """
         with self.accelerator.autocast():  # as in each step
             return try_model(self.model_wrapped, self._base_of(self.model), self.args)
@@ -367,14 +369,17 @@ class RLTrainer(SavingTrainer):
 
     def _request_ahead(self) -> None:
         """Send the weights that this step starts from. Request the batches of the next
-        max_off_policy_steps steps, except those that are pending already.
+        max_off_policy_steps steps that are not pending. With 0, servers sleep, if they can.
         """
         step, num_ahead = self.state.global_step, self.args.max_off_policy_steps
-        if num_ahead and self.evaluations.due is not None:  # also where no batch is requested
+        if self.evaluations.due is not None:  # also where no batch is requested
             self._sync_weights()
         last = min(step + num_ahead, self.args.max_steps - 1)
         for ahead in range(step + 1 + self.orchestrator.num_pending, last + 1):
             self._request(ahead)
+        if not num_ahead and self.weight_sync.sleeps:
+            self.evaluations.end()
+            self.weight_sync.sleep()
 
     def _request(self, step: int) -> None:
         """Request the batch of a step, of the weights that this step starts from."""

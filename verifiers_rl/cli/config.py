@@ -42,7 +42,8 @@ gpus = 1                         # vf-rl starts its server on GPUs of its own; 0
 
 [inference]
 gpus = 1                         # of each replica; 0: CPU. Without `replicas`, several GPUs become
-                                 # replicas of one GPU, or of tensor_parallel_size
+                                 # replicas of one GPU, or of tensor_parallel_size. Where one GPU is
+                                 # visible, the server shares it with the trainer
 replicas = 1                     # servers of the same model, each with `gpus` GPUs of its own
 [inference.args]                 # flags of vf-vllm, so of vLLM, with underscores:
                                  # max_model_len = 2048 is --max-model-len 2048
@@ -86,6 +87,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from verifiers_rl.cli import flat
+from verifiers_rl.cli.gpus import default_gpus
 from verifiers_rl.cli.layers import (
     Data,
     Key,
@@ -253,7 +255,7 @@ def refuse_flags(args: Data, hints: dict[str, str]) -> None:
 class InferenceTable(Table):
     """[inference]. `replicas` is None where the TOML leaves their number open."""
 
-    gpus: NotNegativeInt = 1
+    gpus: NotNegativeInt = Field(default_factory=default_gpus)
     replicas: PositiveInt | None = None
     args: dict[str, Any] = {}
 
@@ -266,7 +268,7 @@ class InferenceTable(Table):
 class TrainerTable(Table):
     """[trainer]."""
 
-    gpus: NotNegativeInt = 1
+    gpus: NotNegativeInt = Field(default_factory=default_gpus)
     class_: Annotated[str, must("be of the form module:name", names_user_code)] = Field(
         default="", alias="class"
     )
@@ -303,7 +305,7 @@ class TrainConfig(Table):
 
     model: str = ""
     import_from: Texts = []
-    trainer: TrainerTable = TrainerTable()
+    trainer: TrainerTable = Field(default_factory=TrainerTable)
 
     _layers: Layers = PrivateAttr()
 
@@ -474,7 +476,7 @@ class RunConfig(TrainConfig):
     envs: Annotated[list[EnvTable], BeforeValidator(_tables)] = Field(alias="env")
     teachers: Any = Field([], alias="teacher")
     env_files: Texts = Field([], alias="env_file")
-    inference: InferenceTable = InferenceTable()
+    inference: InferenceTable = Field(default_factory=InferenceTable)
     cluster: ClusterTable = ClusterTable()
 
     @classmethod
@@ -489,6 +491,9 @@ class RunConfig(TrainConfig):
                 if env.own_name == other.own_name and not are_apart:
                     problem = f"two [[env]] are named {env.own_name!r}; give one another name"
                     raise wrong(problem, "env", str(number))
+        if self.cluster.address:  # of machines whose GPUs are not known here
+            self.inference.gpus |= "gpus" not in self.inference.model_fields_set
+            self.trainer.gpus |= "gpus" not in self.trainer.model_fields_set
         if self.trainer.args.get("vllm_servers"):
             idle = "[inference]" if "inference" in self.model_fields_set else ""
             idle = idle or "[cluster] inference_nodes" * bool(self.cluster.inference_nodes)

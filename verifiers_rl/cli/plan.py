@@ -5,14 +5,22 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from verifiers_rl.cli.config import RunConfig, TomlError, TrainConfig, check_trainer_args
+from verifiers_rl.cli.config import (
+    ClusterTable,
+    RunConfig,
+    TomlError,
+    TrainConfig,
+    check_trainer_args,
+)
 from verifiers_rl.cli.ending import SAVE_GRACE_S
 from verifiers_rl.cli.errors import folder_error
+from verifiers_rl.cli.gpus import visible_gpus
 from verifiers_rl.report.run_folder import RunFolderError, prepare_run_folder
 from verifiers_rl.report.trackers import tracker_error
 
@@ -190,29 +198,80 @@ def assign_gpus(config: TrainConfig, plans: Sequence[ServerPlan]) -> dict[str, s
             f"{'.'.join(on_cpu.at)}.gpus=0, and {build} needs a GPU; set it to 1 or more, or "
             "install vLLM's CPU build: `make CPU=1 install` in a clone",
         )
-    counts = {plan.name: plan.gpus for plan in plans if not plan.is_needed}
-    counts["trainer"] = config.trainer.gpus
-    counts |= {plan.name: plan.gpus for plan in plans if plan.is_needed}
-    wanted = sum(counts.values())
-    ids = visible_gpus() if wanted else []
-    if wanted > len(ids):
+    counts, ids = num_gpus(config, plans), visible_gpus()
+    if are_shared(counts, ids):
+        ids *= 2
+    if (wanted := sum(counts.values())) > len(ids):
         shown = ", ".join(f"{name} {count}" for name, count in counts.items())
         source = config.layers.origin(("inference",)).source
         raise TomlError(
-            f"{source}: {wanted} GPUs are asked for ({shown}), {len(ids)} are visible; lower gpus "
-            "of [inference], [trainer] or [[teacher]], or set all to 0 to run on the CPU"
+            f"{source}: {wanted} GPUs are asked for ({shown}), {len(ids)} are visible (to "
+            "nvidia-smi, or by CUDA_VISIBLE_DEVICES); lower gpus of [inference], [trainer] or "
+            "[[teacher]], or set all to 0 to run on the CPU"
         )
     rest = iter(ids)
     return {name: ",".join(next(rest) for _ in range(n)) for name, n in counts.items()}
 
 
-def visible_gpus() -> list[str]:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return [gpu.strip() for gpu in visible.split(",") if gpu.strip()]
-    import torch
+def num_gpus(config: TrainConfig, plans: Sequence[ServerPlan]) -> dict[str, int]:
+    """Return how many GPUs each server and the "trainer" are to have, in the order in which they
+    get them.
+    """
+    counts = {plan.name: plan.gpus for plan in plans if not plan.is_needed}
+    counts["trainer"] = config.trainer.gpus
+    return counts | {plan.name: plan.gpus for plan in plans if plan.is_needed}
 
-    return [str(number) for number in range(torch.cuda.device_count())]
+
+def are_shared(counts: dict[str, int], ids: Sequence[str]) -> bool:
+    """Return whether the policy's server and the trainer share a GPU: each is to have one, nothing
+    else has any, and only one is visible.
+    """
+    wanted = {name: count for name, count in counts.items() if count}
+    return wanted == {"inference": 1, "trainer": 1} and len(ids) == 1
+
+
+def share_gpu(config: RunConfig, plans: Sequence[ServerPlan]) -> None:
+    """Where server and trainer share a GPU, set what both need for that, unless the TOML does. Says
+    so in one line. The trainer finds out itself that weights travel over HTTP there, and how large
+    a step fits the memory that is left.
+    """
+    if not are_shared(num_gpus(config, plans), visible_gpus()):
+        return
+    share = plans[0].args.setdefault("gpu_memory_utilization", 0.4)
+    # Rollouts and steps take turns, because they would only slow each other down.
+    ahead = f"max_off_policy_steps={config.trainer.args.setdefault('max_off_policy_steps', 0)}"
+    config.layers.words.append(f"--trainer.args.{ahead}")  # for children that read the files
+    print(
+        "vf-rl: one GPU for the server and the trainer, with "
+        f"gpu_memory_utilization={share}, {ahead}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def is_on_several(config: RunConfig) -> bool:
+    """Return whether a run is on several machines, or on a Ray cluster."""
+    return config.cluster != ClusterTable() or any(map(os.environ.get, MACHINE_VARIABLES))
+
+
+def show_gpus(config: RunConfig) -> int:
+    """Print which GPUs each process would get on this machine, or why the run could not start here.
+    Returns the exit status 0.
+
+    Raises:
+        TomlError: see `plan_servers`.
+    """
+    if not is_on_several(config):
+        split_gpus(config)
+        plans = plan_servers(config)
+        share_gpu(config, plans)
+        try:
+            gpus = assign_gpus(config, plans).items()
+            said = ", ".join(f"{name} gets GPU {ids}" for name, ids in gpus if ids) or "all on CPUs"
+        except TomlError as error:
+            said = f"not on this machine: {error}"
+        print(f"vf-rl: {said}", file=sys.stderr)
+    return 0
 
 
 def gpu_build_of_vllm() -> str | None:
@@ -237,6 +296,7 @@ def split_gpus(config: RunConfig) -> None:
     print(
         f"vf-rl: {total} GPUs for inference: {total // each} replicas of {each}. For a model that "
         "needs more, set tensor_parallel_size in [inference.args]",
+        file=sys.stderr,
         flush=True,
     )
 

@@ -44,7 +44,7 @@ def resolved_text(config: TrainConfig, output_dir: str) -> str:
 
     data, secrets = resolved(config, output_dir)
     sources = list(map(str, config.layers.files))
-    if len(config.layers.words) > 2 * len(sources):
+    if any(one.source == COMMAND_LINE for one in config.layers.settings):
         sources.append(COMMAND_LINE)
     how = f"It runs as it is: {config.PROGRAM} @ {RESOLVED}"
     if secrets:

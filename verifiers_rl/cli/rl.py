@@ -1,11 +1,11 @@
 """`vf-rl @ config.toml [-s SESSION]`: server and trainer together, from one configuration: a TOML,
 or several, under keys of the command line (cli/config.py).
 
-The server gets the first GPUs and the trainer the next ones. The server's output goes into the
-folder `logs` of the run's folder, and the trainer's comes here. In a terminal with tmux both are
-shown in a session of two panes, which continues when the terminal is closed; elsewhere the exit
-status is the trainer's. In both cases one supervisor starts them, restarts the server when it dies,
-and ends both.
+The server gets the first GPUs and the trainer the next ones, or both get the only one. The server's
+output goes into the folder `logs` of the run's folder, and the trainer's comes here. In a terminal
+with tmux both are shown in a session of two panes, which continues when the terminal is closed;
+elsewhere the exit status is the trainer's. In both cases one supervisor starts them, restarts the
+server when it dies, and ends both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from pathlib import Path
 
 from verifiers_rl.cli.config import (
     PARSER,
-    ClusterTable,
     RunConfig,
     TomlError,
     add_run_options,
@@ -30,10 +29,12 @@ from verifiers_rl.cli.ending import end_with
 from verifiers_rl.cli.errors import fail
 from verifiers_rl.cli.leaves import load_leaf
 from verifiers_rl.cli.plan import (
-    MACHINE_VARIABLES,
     check_start,
     check_trainer_options,
+    is_on_several,
     plan_servers,
+    share_gpu,
+    show_gpus,
     split_gpus,
     trainer_command,
 )
@@ -103,7 +104,8 @@ def run() -> int:
         return eject(Path(parser.parse_args().eject))
     options, config = parse_command_line(parser, sys.argv[1:])
     if options.dry_run:
-        return dry_run(config, options.resume)
+        dry_run(config, options.resume)
+        return show_gpus(config)
     if options.check:
         from verifiers_rl.cli.check import check
 
@@ -117,7 +119,7 @@ def run_anywhere(config: RunConfig, options: argparse.Namespace) -> int:
     Raises:
         TomlError, RunFolderError: the run cannot begin.
     """
-    if config.cluster != ClusterTable() or any(map(os.environ.get, MACHINE_VARIABLES)):
+    if is_on_several(config):
         machines = load_leaf("cluster.machines", "a run on several machines")
         if (status := machines.run_on_machines(config, options)) is not None:
             return status
@@ -134,6 +136,7 @@ def run_here(config: RunConfig, options: argparse.Namespace) -> int:
     check_start(config, args, options.resume)
     split_gpus(config)
     plans = plan_servers(config)
+    share_gpu(config, plans)
     folder = Path(args.output_dir).absolute()
 
     def trainer() -> list[str]:

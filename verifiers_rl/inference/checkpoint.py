@@ -36,7 +36,7 @@ def fit_to_checkpoint(args: argparse.Namespace, argv: Sequence[str]) -> str | No
         return problem
     if not is_cpu:
         return None
-    if args.enable_lora and any(text.get(name) for name in NUM_EXPERTS):
+    if args.enable_lora and has_experts(config):
         return (
             "--enable-lora: on a CPU, vLLM's engine dies of an adapter beside experts; "
             "leave it out and set the trainer's lora_sync='merged'"
@@ -50,6 +50,12 @@ def fit_to_checkpoint(args: argparse.Namespace, argv: Sequence[str]) -> str | No
                 f"{text.get('model_type')!r} in bfloat16 only; set --dtype bfloat16"
             )
     return None
+
+
+def has_experts(config: dict[str, Any]) -> bool:
+    """Return whether a checkpoint with this config is of a mixture of experts."""
+    text = config.get("text_config") or config
+    return any(text.get(name) for name in NUM_EXPERTS)
 
 
 def fit_quantization(args: argparse.Namespace, config: dict[str, Any], is_cpu: bool) -> str | None:
@@ -80,6 +86,11 @@ def fit_quantization(args: argparse.Namespace, config: dict[str, Any], is_cpu: b
             f"{shown}: needs a checkpoint that is quantised, and such a server takes no full "
             f"weights; choose one of {', '.join(sorted(ONLINE_QUANT_SHORTHAND_NAMES))}, or train "
             "an adapter (--enable-lora)"
+        )
+    if has_experts(config) and not (args.enforce_eager or args.enable_lora):
+        return (
+            f"{shown}: with experts, CUDA graphs would go on reading the scales that a push has "
+            "replaced; add --enforce-eager, or train an adapter (--enable-lora)"
         )
     print(
         f"vf-vllm: WARNING: {shown}: the server rounds weights that the trainer does not round. "

@@ -167,6 +167,11 @@ class InferenceClient:
         path = f"/weight_sync/receive?{urlencode(fields)}"
         return ControlRequest(self, path, timeout_s=timeout_s, num_bytes=num_bytes)
 
+    def sleep(self, fields: dict[str, Any], timeout_s: float) -> None:
+        """POST /weight_sync/sleep: leave the GPU's memory to this trainer until its next push."""
+        path = f"/weight_sync/sleep?{urlencode(fields)}"
+        ControlRequest(self, path, timeout_s=timeout_s).begin().answer()
+
     def complete(self, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """POST /v1/completions, a route of vLLM itself."""
         return ControlRequest(self, "/v1/completions", body, timeout_s).begin().answer()

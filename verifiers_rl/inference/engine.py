@@ -51,6 +51,24 @@ class SampledTokens(FlatLogprobs):
         self.allowed += allowed
 
 
+def refuse_beside_adapters(lora: Any) -> None:
+    """Raise ValueError if a request for the logprobs of its prompt could end the engine. Where the
+    head may have an adapter, vLLM computes that for one row of each request, while the prompt has
+    one row of each token. On a CPU that is an error. A GPU reads or writes past the rows that are
+    there, until vLLM's pull requests 51597 and 53842 are in a release.
+
+    Args:
+        lora: vLLM's `LoRAConfig`; None without --enable-lora.
+    """
+    if lora is not None and (lora.target_modules is None or "lm_head" in lora.target_modules):
+        raise ValueError(
+            "prompt_logprobs: vLLM can die at a prompt's logprobs if it has --enable-lora; start "
+            "vf-vllm without that flag (the trainer's lora_sync = 'merged'), or with "
+            "--lora-target-modules and the names of the adapted layers, or ask a server of its own "
+            "(a [[teacher]])"
+        )
+
+
 class RolloutEngine(AsyncLLM):
     """Attributes:
     admits: cleared while weights change; requests that come then wait.
@@ -72,8 +90,8 @@ class RolloutEngine(AsyncLLM):
         generation.num_completions += sampling_params.n
         check_grammar(sampling_params.structured_outputs)
         scored = (sampling_params.prompt_logprobs, sampling_params.prompt_logprob_token_ids)
-        if any(one is not None for one in scored) and (why := self._reason_against_prompts()):
-            raise ValueError(why)
+        if any(one is not None for one in scored):
+            refuse_beside_adapters(self.vllm_config.lora_config)
         if generation.tokens is not None:
             prompt = generation.tokens.fit(prompt, sampling_params)
             options["reasoning_ended"] = None  # vLLM looked at the messages' tokens
@@ -100,17 +118,3 @@ class RolloutEngine(AsyncLLM):
             kept.logprobs = SampledTokens(generation.tokens.num_logprobs > 0)
             kept.tokenizer = None
         return queue
-
-    def _reason_against_prompts(self) -> str | None:
-        """Return why a request for the logprobs of its prompt would end the engine, or None. With
-        adapters on a CPU, vLLM computes the head's LoRA for one row of each request, and needs one
-        row of each token of the prompt.
-        """
-        config = self.vllm_config
-        if config.lora_config is None or config.device_config.device_type != "cpu":
-            return None
-        return (
-            "prompt_logprobs: vLLM on a CPU dies at a prompt's logprobs if it has --enable-lora; "
-            "start vf-vllm without that flag (the trainer's lora_sync = 'merged'), or ask a server "
-            "of its own (a [[teacher]])"
-        )

@@ -30,6 +30,7 @@ class Hold(StreamingResponse):
         connection: the name by which pushes refer to it.
         shared: memory shared with the workers; None while they may hold a part of a push.
         left: set when the reply has ended, or is to end.
+        waking: wakes engines that sleep once the trainer has left; None before they first sleep.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Hold(StreamingResponse):
         self.shared: SharedBuffers | None = None
         self.since = time.strftime("%Y-%m-%d %H:%M:%S")
         self.left = asyncio.Event()
+        self.waking: asyncio.Task[None] | None = None
         self._is_ending = is_ending
         super().__init__(self._until_it_ends())
 

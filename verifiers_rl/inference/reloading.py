@@ -102,3 +102,16 @@ def in_reloadable_form(
                 yield f"{prefix}{experts}{number}.{part}", one
         else:
             yield name, tensor
+
+
+def take_sinks(model: Any, dtype: torch.dtype) -> None:
+    """Let attention take gpt-oss's sinks, which came behind the reload. FlashInfer keeps a copy of
+    them in float32.
+
+    Args:
+        dtype: of the model.
+    """
+    for module in model.modules():
+        attention: Any = getattr(module, "impl", None)
+        if hasattr(attention, "process_weights_after_loading"):
+            attention.process_weights_after_loading(dtype)

@@ -88,6 +88,7 @@ def make_parser() -> Any:
         max_logprobs=MAX_MASK + NUM_TIES,
         worker_extension_cls=WORKER_EXTENSION,
         disable_uvicorn_access_log=True,  # a line for each rollout hides everything else
+        gpu_memory_utilization=0.88,  # vLLM's 0.92 leaves a push no room for its largest layers
     )
     return parser
 

@@ -4,6 +4,7 @@ POST /weight_sync/connect   what each push will carry, and NCCL's unique id; the
                             this trainer until this request ends
 POST /weight_sync/receive   take one push: the body of this request, or NCCL's messages;
                             then drop cached prefixes and set the policy version
+POST /weight_sync/sleep     leave the GPU's memory to the trainer, until its next push or its end
 POST /weight_sync/join      another server wants to take part in the trainer's run
 GET  /weight_sync/status    policy version, world size, dtype, model, servers that joined
 """
@@ -15,7 +16,7 @@ import os
 import reprlib
 import secrets
 from collections.abc import AsyncIterator, Awaitable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request
@@ -26,6 +27,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from verifiers_rl.inference.engine_calls import (
+    answer_of,
     call_engines,
     call_workers,
     run_in_workers,
@@ -92,10 +94,11 @@ class WeightRoutes:
         self.hold: Hold | None = None
         self._gpus: list[str | None] | None = None
         self._joined: dict[tuple[str, int], None] = {}  # in the order of their coming
+        self._is_asleep = False
         self._lock = asyncio.Lock()  # one update at a time
         self.app = app = FastAPI(openapi_url=None, strict_content_type=False)
         app.get("/weight_sync/status", response_model=None)(self.status)
-        for route in (self.connect, self.receive, self.join):
+        for route in (self.connect, self.receive, self.sleep, self.join):
             app.post(f"/weight_sync/{route.__name__}", response_model=None)(route)
         app.exception_handler(RequestValidationError)(self._refuse)
         app.exception_handler(HTTPException)(self._refuse)
@@ -139,6 +142,7 @@ class WeightRoutes:
             "max_model_len": model.max_model_len,
             "joined": list(self._joined),
             "returns_experts": self.vllm.args.returns_experts,
+            "sleeps": model.enable_sleep_mode,
             "batch_invariant": os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"),
             # On a CPU, vLLM's engine dies when it sets back the generator of a request whose prompt
             # is prefilled in parts.
@@ -180,6 +184,7 @@ class WeightRoutes:
         before, self.hold = self.hold, None
         if before is not None:
             before.left.set()
+        await self._wake()
         await self._set_version(None)
         sizes = [bucket.num_bytes for bucket in plan.buckets] if new.nccl_id is None else []
         # Of an adapter all buckets are here before generation pauses, of full weights two.
@@ -210,23 +215,63 @@ class WeightRoutes:
     ) -> dict[str, int | None]:
         """Let the workers take one push."""
         async with self._lock:
-            hold = self.hold
-            if hold is None or hold.shared is None:
-                raise HTTPException(409, "no trainer is connected: POST /weight_sync/connect first")
-            if push.connection != hold.connection:
-                raise HTTPException(
-                    400, "another trainer has connected; give each run a server of its own"
-                )
+            hold, shared = self._hold_of(push.connection)
             length = request.headers.get("content-length")
             expected = sum(hold.sizes) + DIGEST_BYTES * len(hold.sizes)
             if length != str(expected):
                 raise HTTPException(
                     400, f"a body of {length} bytes: this connection's plan has {expected}"
                 )
-            shared, hold.shared = hold.shared, None  # if it fails, they hold a part of this push
+            hold.shared = None  # if it fails, they hold a part of this push
+            await self._wake(["weights"])
             await self._load(push, request, shared, hold.sizes)
+            await self._wake()  # only now, so that no request goes on with the old weights
             hold.shared = shared
             return {"policy_version": self.policy_version}
+
+    def _hold_of(self, connection: str) -> tuple[Hold, SharedBuffers]:
+        """Return the connection of this name, and its memory.
+
+        Raises:
+            HTTPException: it is not the last one, or a push over it has broken.
+        """
+        hold = self.hold
+        if hold is None or hold.shared is None:
+            raise HTTPException(409, "no trainer is connected: POST /weight_sync/connect first")
+        if connection != hold.connection:
+            raise HTTPException(
+                400, "another trainer has connected; give each run a server of its own"
+            )
+        return hold, hold.shared
+
+    async def sleep(self, connection: str, timeout_s: PositiveFloat) -> None:
+        """Free the memory of the GPU for the trainer, which shares it: weights go into the host's
+        memory, keys and values are dropped. Until the trainer's next push, or until it leaves,
+        requests wait; those that run are computed anew then.
+        """
+        engine = self.vllm.engine_client
+        async with self._lock:
+            hold, _ = self._hold_of(connection)
+            hold.waking = hold.waking or asyncio.create_task(self._wake_behind(hold))
+            engine.admits.clear()
+            self._is_asleep = True  # also if it fails half way
+            await answer_of(engine, engine.sleep(1, "keep"), timeout_s, "sleep")
+
+    async def _wake_behind(self, hold: Hold) -> None:
+        await hold.left.wait()
+        async with self._lock:
+            await self._wake()
+
+    async def _wake(self, tags: list[str] | None = None) -> None:
+        """Let the engines have their memory again, if they sleep, or what has these tags of vLLM.
+        They go on once they have all of it.
+        """
+        if self._is_asleep:
+            engine = self.vllm.engine_client
+            await answer_of(engine, engine.wake_up(tags), CALL_DEADLINE_S, "wake_up")
+            if tags is None:
+                self._is_asleep = False
+                engine.admits.set()
 
     async def _load(
         self, push: Push, request: Request, shared: SharedBuffers, sizes: list[int]
@@ -237,7 +282,7 @@ class WeightRoutes:
         filling = shared.fill(request.stream(), sizes)
         for _ in range(shared.num_buffers):
             await all_before(anext(filling), deadline, timeout_s)
-        async with updating(engine, timeout_s):
+        async with nullcontext() if self._is_asleep else updating(engine, timeout_s):
             await self._set_version(None)  # weights are mixed until all are here
             coming = all_of(filling) if sizes else left(request)
             await self._let_work(

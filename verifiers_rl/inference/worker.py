@@ -21,6 +21,7 @@ from verifiers_rl.inference.reloading import (
     layers_without_adapter,
     lost_in_reload,
     repack_for_cpu,
+    take_sinks,
 )
 from verifiers_rl.sync.nccl import NcclTransport, gpu_uuid
 from verifiers_rl.sync.plan import AdapterConfig, TransferPlan, receive_buckets
@@ -163,6 +164,7 @@ class WeightSyncWorker:
             finalize_layerwise_reload(model, self.vllm_config.model_config)
         if sinks:
             model.load_weights(sinks)  # which have memory again
+            take_sinks(model, self.vllm_config.model_config.dtype)
         if lost:
             raise RuntimeError(
                 f"vLLM's {type(model).__name__} cannot take new weights while it runs: {lost[:3]} "

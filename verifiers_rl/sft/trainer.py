@@ -102,11 +102,12 @@ class NoServer:
     """A `WeightSink` where nobody samples from the weights: it sends nothing."""
 
     policy_version: int | None = None
-    model_name = ""
+    model_name, sleeps = "", False
 
     def push(self, *args: Any) -> dict[str, float]:
         return {}
 
+    def sleep(self) -> None: ...
     def check_server(self) -> None: ...
     def wait_for_server(self) -> None: ...
     def close(self) -> None: ...

@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from verifiers_rl.inference import (
@@ -96,6 +97,7 @@ class ServerPool:
     Attributes:
         policy_version: of the last push; None if the servers need the weights again.
         model_name: the model name in rollout requests, from the first push on.
+        sleeps: a server can leave its GPU's memory to the trainer between pushes.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class ServerPool:
         self.timeout_s = timeout_s
         self.policy_version: int | None = None
         self.model_name = ""
+        self.sleeps = False
         self._make_sync = make_sync
         self._check_server, self._check_agreement = check_server, check_agreement
         self._facts: dict[str, Any] = {}  # in which all servers are alike
@@ -151,6 +154,7 @@ class ServerPool:
         for replica in self._serving():
             self._lose(replica, replica.sync, ServerLostError("all servers connect again"))
         self.policy_version = None  # so that the trainer pushes again
+        torch.cuda.empty_cache()  # one that starts again on this GPU needs the room
         wait_until(lambda: False, "another attempt", PAUSE_S)
         self._wait_for(1)
 
@@ -178,6 +182,8 @@ class ServerPool:
         if not pushed:
             raise self._error_of_all()
         self.policy_version, num_bytes = None, 0
+        if self.sleeps:
+            torch.cuda.empty_cache()  # the servers take their memory again
         errors = push_to_all([sync for _, sync in pushed], model, policy_version)
         for (replica, sync), error in zip(pushed, errors, strict=True):
             try:
@@ -213,6 +219,18 @@ class ServerPool:
                 replica.policy_version, replica.is_in_doubt = policy_version, False
                 return
         sync.close()  # lost meanwhile; what it has connected anew would keep its successor out
+
+    def sleep(self) -> None:
+        """Let the servers leave their GPU's memory to the trainer until the next push. All have
+        --enable-sleep-mode, and no rollout runs.
+        """
+        for replica in self._serving():
+            sync = replica.sync
+            try:
+                if sync is not None:
+                    sync.sleep()
+            except InferenceServerError as error:
+                self._lose(replica, sync, error)
 
     def check_server(self) -> None:
         """Look at all replicas that serve. Returns if one of them has the weights of the last push.
@@ -351,6 +369,7 @@ class ServerPool:
                 "servers with the same --model, --dtype and --lora-dtype"
             )
         self.lora_sync = choose_lora_sync(self.lora_sync, status)
+        self.sleeps |= status.get("sleeps", False)
         self._check_server(replica.client)
         with self._lock:
             if replica.sync is not None:

@@ -6,6 +6,7 @@
     send(bucket)   ── in the body of this request (HTTP) ──►  shared memory ────►  load
                    ══════════ or from GPU to GPU (NCCL) ════════════════════════►  load
     finish_push()  ◄── version n is loaded, cached prefixes are gone ──
+    sleep()        ── on a GPU that both share ────────────►  frees the memory until the next push
 
 All requests go to the server's one port, and need the run's token. Tensors travel packed in buckets
 of a bounded size, and each tensor is gathered, merged and cast when its bucket is packed. So the
@@ -240,6 +241,11 @@ class WeightSync:
                 except ServerLostError as of_server:
                     reason += f"; {of_server}"
             raise ServerLostError(reason) from error
+
+    def sleep(self) -> None:
+        """Let the server leave its GPU's memory to this process until the next push."""
+        fields = {"connection": self.connection, "timeout_s": self.timeout_s}
+        self.client.sleep(fields, self._answer_s)
 
     def check_server(self) -> dict[str, Any]:
         """Return the status of the server if it still has the weights of the last push.

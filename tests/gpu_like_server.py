@@ -1,0 +1,31 @@
+"""`vf-vllm` on a CPU with two things that vLLM has on a GPU only: asynchronous scheduling, in which
+the engine schedules a step while the worker computes the one before, and the flag for sleep mode.
+On a CPU, a worker that is to sleep frees nothing, but the engine pauses, drops keys and values and
+wakes as on a GPU.
+
+    python -m tests.gpu_like_server --model MODEL [--enable-sleep-mode]
+"""
+
+import verifiers_rl  # noqa: F401 (before vLLM, for torchvision)
+
+# isort: split
+from vllm.platforms.cpu import CpuPlatform
+
+from verifiers_rl.inference.server import main
+
+
+def be_like_a_gpu() -> None:
+    check = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls, config):
+        check(cls, config)
+        config.scheduler_config.async_scheduling = True
+        print("scheduler:", config.scheduler_config.get_scheduler_cls().__name__, flush=True)
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+    CpuPlatform.is_sleep_mode_available = lambda self: True
+
+
+if __name__ == "__main__":
+    be_like_a_gpu()
+    main()
