@@ -86,7 +86,7 @@ class Evaluations(TrainerCallback):
         """
         ended, self._ended = self._ended, {}
         by_step = {str(step): results for step, results in ended.items()}
-        return broadcast_outcome(by_step, self._trainer.args.device)
+        return broadcast_outcome(by_step)
 
     def log(self, ended: dict[str, dict[str, float]], prefix: str = "eval") -> dict[str, float]:
         """Log the results of evaluations, each at the step whose weights were evaluated, and tell

@@ -47,6 +47,7 @@ from verifiers_rl.distributed import (
     accumulating,
     broadcast_batch,
     broadcast_outcome,
+    connect_hosts,
     host_group,
     prepare_ranks,
     raise_if_gradient_not_finite,
@@ -131,6 +132,7 @@ class RLTrainer(SavingTrainer):
         print_all_characters()
         replaced = Replaced(loss_fn, advantage_fn, example_order, orchestrator, weight_sync)
         check_arguments(model, env, args, processing_class, replaced, trainer_kwargs)
+        connect_hosts(args)
         model = absolute_path(model)
         if processing_class is None:
             processing_class = tokenizer_of(model)
@@ -158,7 +160,7 @@ class RLTrainer(SavingTrainer):
         self._reference: nn.Module | None = start
         # Rank 0 has chosen, and the others gather what it sends.
         lora_sync = getattr(self.weight_sync, "lora_sync", args.lora_sync)
-        self._lora_sync = broadcast_outcome({"lora_sync": lora_sync}, args.device)["lora_sync"]
+        self._lora_sync = broadcast_outcome({"lora_sync": lora_sync})["lora_sync"]
         self._interrupts, self._window = Interrupts(), StepWindow()
         self.evaluations = Evaluations(self)
         self.checkpoints, self._files = Checkpoints(self, self._window), RunFiles(self)
@@ -352,8 +354,7 @@ class RLTrainer(SavingTrainer):
     def _next_batch(self) -> Batch:
         """Return this step's batch on every rank, and request the batches ahead."""
         self._on_rank_0(self._take_batch, self._request_ahead)
-        is_here = self.args.process_index == 0
-        return broadcast_batch(self.batch if is_here else None, self.args.device)
+        return broadcast_batch(self.batch if self.args.process_index == 0 else None)
 
     def _take_batch(self) -> None:
         """Wait for this step's batch. Request it first where none is pending: in the first step,
@@ -466,14 +467,14 @@ class RLTrainer(SavingTrainer):
             raise RuntimeError(
                 "with DeepSpeed, train() works once per RLTrainer; make a new one, or resume"
             )
-        resume = enter_run_folder(self.args, resume_from_checkpoint)
+        resume, hosts = enter_run_folder(self.args, resume_from_checkpoint), host_group()
         with (
-            host_group(self.args) as hosts,
             self._interrupts.handled(hosts, self.is_world_process_zero()),
             self._serving(),
             self._files.open(),
             self.checkpoints.of_run(hosts, resume),
         ):
+            broadcast_outcome({})  # the others wait for rank 0, which has opened the environment
             try:
                 result = super().train(resume, *args, **kwargs)
             except Interrupted:
@@ -484,6 +485,7 @@ class RLTrainer(SavingTrainer):
                 self.weight_sync.policy_version = None  # the server has the last weights
             # First, because the server may be lost below.
             self.push_to_hub() if self.args.push_to_hub else self.checkpoints.save_final()
+            broadcast_outcome({})  # the others wait for rank 0, which has uploaded the model
             with suppress(Interrupted):  # the model is saved; `handled` raises it
                 self._on_rank_0(self._sync_weights)
         return result
@@ -561,7 +563,7 @@ class RLTrainer(SavingTrainer):
                     for job in jobs if self.is_world_process_zero() else ():
                         self._retry_when_server_lost(job)
             except BaseException as error:
-                broadcast_outcome(error, self.args.device)  # the others wait
+                broadcast_outcome(error)  # the others wait
                 raise
             ended = self.evaluations.take_ended()
         return self.evaluations.log(ended, prefix)
