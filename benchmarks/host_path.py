@@ -299,7 +299,7 @@ def share_batch(samples: list[Any], device: Any) -> Any:
     batch = broadcast_batch(Batch(3, 3, samples) if samples else None)
     lengths = batch.sizes.lengths.tolist()
     plans = plan_microbatches(lengths, MAX_TOKENS, distributed.get_world_size())
-    return scatter_samples(batch, plans, device)
+    return scatter_samples(batch, plans)
 
 
 def cost_in_ranks(way: str, num_tokens: int) -> dict[str, float]:

@@ -55,34 +55,30 @@ def broadcast_batch(batch: Batch | None) -> Batch:
     return Batch(step, policy_version, [], known_sizes=sizes)
 
 
-def scatter_samples(
-    batch: Batch, plans: Sequence[Sequence[Rows]], device: torch.device
-) -> dict[int, Sample]:
+def scatter_samples(batch: Batch, plans: Sequence[Sequence[Rows]]) -> dict[int, Sample]:
     """Return on each rank the samples of its own plan, by their index in the batch. Rank 0 sends
-    them; with one rank nothing is sent.
+    them from CPU to CPU; with one rank nothing is sent.
 
     Args:
         batch: from `broadcast_batch`.
         plans: of each rank, from `plan_microbatches`.
-        device: where tensors of this process group must be.
     """
-    if len(plans) == 1:
+    if _hosts is None:
         return dict(enumerate(batch.samples))
     lengths, columns = batch.sizes.lengths, batch.sizes.columns
     indices = [[i for rows in plan for row in rows for i in row] for plan in plans]
-    # All parts must have one size: that of the rank with the most tokens.
-    num_bytes = max(int(lengths[part].sum()) for part in indices) * token_bytes(columns)
-    received = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    parts = None
-    if distributed.get_rank() == 0:
-        parts = []
-        for part in indices:
-            flat = np.empty(num_bytes, np.uint8)
-            join_samples([batch.samples[i] for i in part], columns, flat)
-            parts.append(torch.from_numpy(flat).to(device))
-    distributed.scatter(received, parts, 0)
-    own = indices[distributed.get_rank()]
-    arrived = split_samples(received.cpu().numpy(), columns, lengths[own].tolist())
+    num_bytes = [int(lengths[part].sum()) * token_bytes(columns) for part in indices]
+    rank = distributed.get_rank()
+    flat = np.empty(num_bytes[rank], np.uint8)
+    if rank > 0:
+        _hosts.receive(flat)
+    else:
+        parts = [flat, *(np.empty(number, np.uint8) for number in num_bytes[1:])]
+        for part, bytes_of_part in zip(indices, parts, strict=True):
+            join_samples([batch.samples[i] for i in part], columns, bytes_of_part)
+        _hosts.send(parts)
+    own = indices[rank]
+    arrived = split_samples(flat, columns, lengths[own].tolist())
     return dict(zip(own, arrived, strict=True))
 
 
@@ -149,6 +145,17 @@ class HostGroup:
             payload = torch.empty(size, dtype=torch.uint8)
         distributed.broadcast(payload, 0, self._group)
         return json.loads(payload.numpy().tobytes())
+
+    def send(self, parts: Sequence[np.ndarray]) -> None:
+        """Send each other rank its part, on rank 0."""
+        tensors = enumerate(map(torch.from_numpy, parts))
+        sent = [distributed.isend(part, rank, self._group) for rank, part in tensors if rank]
+        for work in sent:
+            work.wait(self._timeout)
+
+    def receive(self, part: np.ndarray) -> None:
+        """Fill this rank's part with what rank 0 sends."""
+        distributed.recv(torch.from_numpy(part), 0, self._group)
 
     def begin_max(self, number: int) -> Callable[[], int]:
         """Begin to take the largest of the ranks' numbers. The function returned waits for it."""

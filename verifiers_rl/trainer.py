@@ -333,7 +333,7 @@ class RLTrainer(SavingTrainer):
         args, counts, sizes = self.args, self._counts, batch.sizes
         plan = plan_batch(sizes, is_computed, args.token_budget, args.world_size, self.support)
         counts.add_samples(sizes, is_computed, plan.num_shared)
-        samples = scatter_samples(batch, plan.of_ranks, args.device)
+        samples = scatter_samples(batch, plan.of_ranks)
         own = plan.of_ranks[args.process_index]
         pad = cast(Any, self.processing_class).pad_token_id or 0
         for number, rows in enumerate(own, 1):
