@@ -205,8 +205,8 @@ class Orchestrator:
         except ValueError as error:
             raise RolloutError(str(error)) from error
         replace_until = start + num_batches * self._group_s
-        run = partial(self._run_group, request)
-        running = run_groups(run, self._finish, examples, num_groups, replace_until)
+        run, passes = partial(self._run_with_advantages, request), self.group_filter.passes
+        running = run_groups(run, passes, examples, num_groups, replace_until)
         complete = await while_served(running, self.check_server)
         groups = [group for group, _ in complete]
         passing = [group for group, passes in complete if passes]
@@ -239,8 +239,9 @@ class Orchestrator:
         version = request.policy_version
         return Batch(step, version, samples, rollouts, metrics, groups=groups)
 
-    def _finish(self, group: list[Rollout]) -> bool:
-        """Set the group's advantages. Return whether it passes the filter."""
+    async def _run_with_advantages(self, request: GroupRequest, index: int) -> list[Rollout]:
+        """Run the group of this example, and set its advantages, which the filter may look at."""
+        group = await self._run_group(request, index)
         try:
             set_advantages(
                 group,
@@ -250,7 +251,7 @@ class Orchestrator:
             )
         except ValueError as error:
             raise RolloutError(str(error)) from error
-        return self.group_filter.passes(group)
+        return group
 
     async def _evaluate(self, request: GroupRequest, examples: Sequence[int]) -> dict[str, float]:
         """Run the groups of these examples, and return their means."""
