@@ -77,25 +77,16 @@ class Evaluations(TrainerCallback):
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         self._trainer.end_evaluations()
 
-    def take_ended(self) -> dict[str, dict[str, float]]:
-        """Return on every rank the results of evaluations that have ended on rank 0 since the last
-        call, by their step.
-
-        Raises:
-            Interrupted, RuntimeError: see `broadcast_outcome`.
-        """
-        ended, self._ended = self._ended, {}
-        by_step = {str(step): results for step, results in ended.items()}
-        return broadcast_outcome(by_step)
-
-    def log(self, ended: dict[str, dict[str, float]], prefix: str = "eval") -> dict[str, float]:
-        """Log the results of evaluations, each at the step whose weights were evaluated, and tell
-        callbacks. Return the metrics of the trainer's current step; {} if none of them is of it.
+    def log_ended(self, prefix: str = "eval") -> dict[str, float]:
+        """Log the results of evaluations that have ended on rank 0 since the last call, each at the
+        step whose weights were evaluated, and tell callbacks. Every rank calls this. Return the
+        metrics of the trainer's current step; {} if none of them is of it.
 
         Args:
-            ended: what `take_ended` returned.
             prefix: of the names of the current step's metrics; earlier ones have "eval".
         """
+        ended, self._ended = self._ended, {}
+        ended = broadcast_outcome({str(step): results for step, results in ended.items()})
         trainer, state = self._trainer, self._trainer.state
         now = state.global_step, state.epoch
         current: dict[str, float] = {}

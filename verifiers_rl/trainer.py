@@ -354,6 +354,7 @@ class RLTrainer(SavingTrainer):
     def _next_batch(self) -> Batch:
         """Return this step's batch on every rank, and request the batches ahead."""
         self._on_rank_0(self._take_batch, self._request_ahead)
+        self.evaluations.log_ended()
         return broadcast_batch(self.batch if self.args.process_index == 0 else None)
 
     def _take_batch(self) -> None:
@@ -371,28 +372,27 @@ class RLTrainer(SavingTrainer):
         max_off_policy_steps steps, except those that are pending already.
         """
         step, num_ahead = self.state.global_step, self.args.max_off_policy_steps
-        if num_ahead and self.evaluations.due is not None:  # also where no batch is requested
-            self._sync_weights()
+        self._begin_evaluation()  # also where no batch is requested
         last = min(step + num_ahead, self.args.max_steps - 1)
         for ahead in range(step + 1 + self.orchestrator.num_pending, last + 1):
             self._request(ahead)
 
     def _request(self, step: int) -> None:
         """Request the batch of a step, of the weights that this step starts from."""
-        self._sync_weights()
+        self._push_weights()
+        self._begin_evaluation()
         version = self.weight_sync.policy_version or 0
         self.orchestrator.submit(step, self.weight_sync.model_name, version)
 
-    def _sync_weights(self) -> None:
-        """Send the weights of this step to the server, unless the server has them, and begin the
-        evaluation that is due. The policy version is the step's number.
+    def _push_weights(self) -> None:
+        """Send the weights of this step to the server, unless the server has them. The policy
+        version is the step's number.
         """
         version = self.state.global_step
         if self.weight_sync.policy_version != version:
             self.evaluations.end()  # all of its rollouts have one version
             model = self.accelerator.unwrap_model(self.model)
             self._metrics |= self.weight_sync.push(model, version)
-        self.evaluations.begin(version)
 
     # --- Evaluations ------------------------------------------------------------------------------
 
@@ -415,10 +415,11 @@ class RLTrainer(SavingTrainer):
         def now() -> None:
             self.orchestrator.wait()
             self.evaluations.due = self.state.global_step
-            self._sync_weights()
+            self._begin_evaluation()
             self.evaluations.end()
 
-        return self._on_rank_0(now, prefix=metric_key_prefix)
+        self._on_rank_0(now)
+        return self.evaluations.log_ended(metric_key_prefix)
 
     def _evaluate(
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
@@ -434,18 +435,24 @@ class RLTrainer(SavingTrainer):
             self.evaluations.due = self.state.global_step
         if self.args.metric_for_best_model is not None:
             return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
-        return {}  # `_on_rank_0` logs the result later
+        return {}  # `_next_batch` logs the result later
+
+    def _begin_evaluation(self) -> None:
+        """Begin the evaluation that is due, if one is, of the weights of this step."""
+        if self.evaluations.due is not None:
+            self._push_weights()
+            self.evaluations.begin(self.state.global_step)
 
     def end_evaluations(self) -> None:
         """Wait for the evaluations that run or are due, and log them. Every rank calls this."""
 
         def end() -> None:
-            if self.evaluations.due is not None:
-                self._sync_weights()
+            self._begin_evaluation()
             self.evaluations.end()
 
         if self.args.eval_strategy != "no":
             self._on_rank_0(end)
+            self.evaluations.log_ended()
 
     # --- The run ----------------------------------------------------------------------------------
 
@@ -487,7 +494,7 @@ class RLTrainer(SavingTrainer):
             self.push_to_hub() if self.args.push_to_hub else self.checkpoints.save_final()
             broadcast_outcome({})  # the others wait for rank 0, which has uploaded the model
             with suppress(Interrupted):  # the model is saved; `handled` raises it
-                self._on_rank_0(self._sync_weights)
+                self._on_rank_0(self._push_weights)
         return result
 
     def _base_of(self, model: Any) -> Any:
@@ -511,6 +518,7 @@ class RLTrainer(SavingTrainer):
         """Do as Trainer, but complete or not at all, after the evaluation of earlier weights."""
         if self.args.eval_strategy != "no":
             self._on_rank_0(self.evaluations.end)
+            self.evaluations.log_ended()
         self.checkpoints.save(partial(super()._save_checkpoint, *args, **kwargs))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -542,14 +550,10 @@ class RLTrainer(SavingTrainer):
         if self.is_deepspeed_enabled:
             self.checkpoints.can_repeat_step = False
 
-    def _on_rank_0(self, *jobs: Callable[[], None], prefix: str = "eval") -> dict[str, float]:
-        """Do these jobs on rank 0, one after the other, while the other ranks help to gather split
-        weights. Each is done again when the server was lost meanwhile and came back. An error is
-        raised behind a checkpoint of the steps so far.
-
-        Returns:
-            On every rank, the metrics of the evaluation of the current weights, if it has ended;
-            this method has logged them, with this prefix.
+    def _on_rank_0(self, *jobs: Callable[[], None]) -> None:
+        """Do these jobs on rank 0, one after the other, while the other ranks wait, and help to
+        gather split weights. Each is done again when the server was lost meanwhile and came back.
+        An error is raised behind a checkpoint of the steps so far.
 
         Raises:
             Interrupted: a signal has come to a rank.
@@ -565,8 +569,7 @@ class RLTrainer(SavingTrainer):
             except BaseException as error:
                 broadcast_outcome(error)  # the others wait
                 raise
-            ended = self.evaluations.take_ended()
-        return self.evaluations.log(ended, prefix)
+            broadcast_outcome({})
 
     def _retry_when_server_lost(self, job: Callable[[], None]) -> None:
         """Do a job. If the server is lost meanwhile, wait until the server is back and do it again,
