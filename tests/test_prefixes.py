@@ -79,7 +79,7 @@ def test_the_row_of_the_documentation():
     assert microbatch.visible_until.tolist() == [[7, 7, 6, 4, 6, 6, 7]]
     # "c" is predicted by "b" for two samples; "e" by the "c" that they have in common.
     targets = microbatch.targets
-    assert targets.columns.tolist() == [0, 1, 2, 0, 1, 2, 4, 0, 1]
+    assert targets.offsets.tolist() == [0, 1, 2, 0, 1, 2, 4, 0, 1]
     assert "".join(map(chr, targets.token_ids)) == "bcdbcefbg"
     assert targets.sequence_ids.tolist() == [0] * 3 + [1] * 4 + [2] * 2
     assert [s.path.tolist() for s in microbatch.segments] == [

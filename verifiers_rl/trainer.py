@@ -280,7 +280,7 @@ class RLTrainer(SavingTrainer):
         num_loss_tokens = sizes.num_loss_tokens
         if chosen is not None:
             num_loss_tokens = np.where(chosen, num_loss_tokens, 0)
-        weights, denominator = weigh_samples(
+        loss_weights, denominator = weigh_samples(
             num_loss_tokens.tolist(),
             sizes.rollout_ids.tolist(),
             args.loss_normalization,
@@ -293,7 +293,7 @@ class RLTrainer(SavingTrainer):
         model.train()
         batch_loss = torch.zeros((), device=args.device)
         # Without loss tokens there is no gradient at all, and the optimizer changes nothing.
-        own = self._microbatches(batch, is_computed, weights) if num_loss_tokens.any() else ()
+        own = self._microbatches(batch, is_computed, loss_weights) if num_loss_tokens.any() else ()
         for microbatch, is_last in own:
             self._stop_if_asked()
             with accumulating(self.accelerator, args, model, is_last):
@@ -321,14 +321,14 @@ class RLTrainer(SavingTrainer):
         optimizer.zero_grad()
 
     def _microbatches(
-        self, batch: Batch, is_computed: np.ndarray, weights: Sequence[float]
+        self, batch: Batch, is_computed: np.ndarray, loss_weights: Sequence[float]
     ) -> Iterator[tuple[Microbatch, bool]]:
         """Pack samples of a batch, and count what is computed. Give this rank's microbatches on
         its device, each with whether it is the last one.
 
         Args:
             is_computed: (S,) bool, the samples to pack.
-            weights: of the loss tokens of each sample.
+            loss_weights: of the loss tokens of each sample.
         """
         args, counts, sizes = self.args, self._counts, batch.sizes
         plan = plan_batch(sizes, is_computed, args.token_budget, args.world_size, self.support)
@@ -337,7 +337,7 @@ class RLTrainer(SavingTrainer):
         own = plan.of_ranks[args.process_index]
         pad = cast(Any, self.processing_class).pad_token_id or 0
         for number, rows in enumerate(own, 1):
-            microbatch = collate(samples, rows, weights, pad, plan.num_shared, sizes.columns)
+            microbatch = collate(samples, rows, loss_weights, pad, plan.num_shared, sizes.columns)
             counts.add_microbatch(microbatch)
             yield copy_to(microbatch, args.device), number == len(own)
 
