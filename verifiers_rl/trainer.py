@@ -216,7 +216,7 @@ class RLTrainer(SavingTrainer):
         # accelerate adds autocast to a prepared model's forward. Head and reference need it here.
         with self.accelerator.autocast():
             return predict_targets(
-                model, self._base_of(model), microbatch, self.args, self.support, entropy
+                model, self._base_of(model), microbatch, self.args, self.tried_support, entropy
             )
 
     @torch.no_grad()
@@ -331,7 +331,9 @@ class RLTrainer(SavingTrainer):
             loss_weights: of the loss tokens of each sample.
         """
         args, counts, sizes = self.args, self._counts, batch.sizes
-        plan = plan_batch(sizes, is_computed, args.token_budget, args.world_size, self.support)
+        plan = plan_batch(
+            sizes, is_computed, args.token_budget, args.world_size, self.tried_support
+        )
         counts.add_samples(sizes, is_computed, plan.num_shared)
         samples = scatter_samples(batch, plan.of_ranks)
         own = plan.of_ranks[args.process_index]
@@ -342,9 +344,9 @@ class RLTrainer(SavingTrainer):
             yield copy_to(microbatch, args.device), number == len(own)
 
     @cached_property
-    def support(self) -> ModelSupport:
-        """What the model can compute. It is tried in the first step, on all ranks, because only
-        then the model is wrapped and split as for training.
+    def tried_support(self) -> ModelSupport:
+        """What the model can compute, as a few forward passes show when this is read first: in the
+        first step, on all ranks, because only then the model is wrapped and split as for training.
         """
         with self.accelerator.autocast():  # as in each step
             return try_model(self.model_wrapped, self._base_of(self.model), self.args)
