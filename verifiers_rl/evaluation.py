@@ -44,17 +44,20 @@ class Evaluations(TrainerCallback):
         self._running: int | None = None  # that of the evaluation that has begun
         self._ended: dict[int, dict[str, float]] = {}
 
-    def begin(self, policy_version: int) -> None:
-        """Begin the evaluation that is due, if one is. The server has its weights now."""
+    def begin(self) -> None:
+        """Begin the evaluation that is due, if one is. The server gets the weights of this step
+        first, unless it has them.
+        """
         if self.due is None:
             return
         self.end()
         trainer, args = self._trainer, self._trainer.args
+        trainer.push_weights()
         trainer.orchestrator.begin_evaluation(
             args.eval_examples,
             args.eval_rollouts_per_example,
             trainer.weight_sync.model_name,
-            policy_version,
+            trainer.state.global_step,
         )
         self._running, self.due = self.due, None
 

@@ -130,8 +130,7 @@ class Orchestrator:
         """
         request = self._request("train", self.args.rollouts_per_example, model, policy_version)
         num_batches = len(self._pending) + 1  # that share the server, with this one
-        batch = self._begin(self._generate(step, request, num_batches), request)
-        self._pending.append(batch)
+        self._pending.append(self._begin(self._generate(step, request, num_batches), request))
 
     def get(self) -> Batch:
         """Wait for the first pending batch and take it.
@@ -205,8 +204,8 @@ class Orchestrator:
         except ValueError as error:
             raise RolloutError(str(error)) from error
         replace_until = start + num_batches * self._group_s
-        run, passes = partial(self._run_with_advantages, request), self.group_filter.passes
-        running = run_groups(run, passes, examples, num_groups, replace_until)
+        run = partial(self._run_with_advantages, request)
+        running = run_groups(run, self.group_filter.passes, examples, num_groups, replace_until)
         complete = await while_served(running, self.check_server)
         groups = [group for group, _ in complete]
         passing = [group for group, passes in complete if passes]
@@ -255,14 +254,14 @@ class Orchestrator:
 
     async def _evaluate(self, request: GroupRequest, examples: Sequence[int]) -> dict[str, float]:
         """Run the groups of these examples, and return their means."""
-        start = asyncio.get_running_loop().time()
+        start = time.monotonic()
         run = partial(self._run_group, request)
         running = run_groups(run, lambda group: True, examples, len(examples), start)
         complete = await while_served(running, self.check_server)
         groups = [group for group, _ in complete]
         self.evaluated.append((request.policy_version, groups))
         warn_of_failures(groups)
-        runtime = asyncio.get_running_loop().time() - start
+        runtime = time.monotonic() - start
         return {**evaluation_metrics(groups), "runtime": runtime}
 
     async def _run_group(self, request: GroupRequest, index: int) -> list[Rollout]:

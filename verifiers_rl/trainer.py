@@ -374,19 +374,19 @@ class RLTrainer(SavingTrainer):
         max_off_policy_steps steps, except those that are pending already.
         """
         step, num_ahead = self.state.global_step, self.args.max_off_policy_steps
-        self._begin_evaluation()  # also where no batch is requested
+        self.evaluations.begin()  # also where no batch is requested
         last = min(step + num_ahead, self.args.max_steps - 1)
         for ahead in range(step + 1 + self.orchestrator.num_pending, last + 1):
             self._request(ahead)
 
     def _request(self, step: int) -> None:
         """Request the batch of a step, of the weights that this step starts from."""
-        self._push_weights()
-        self._begin_evaluation()
+        self.push_weights()
+        self.evaluations.begin()
         version = self.weight_sync.policy_version or 0
         self.orchestrator.submit(step, self.weight_sync.model_name, version)
 
-    def _push_weights(self) -> None:
+    def push_weights(self) -> None:
         """Send the weights of this step to the server, unless the server has them. The policy
         version is the step's number.
         """
@@ -417,7 +417,7 @@ class RLTrainer(SavingTrainer):
         def now() -> None:
             self.orchestrator.wait()
             self.evaluations.due = self.state.global_step
-            self._begin_evaluation()
+            self.evaluations.begin()
             self.evaluations.end()
 
         self._on_rank_0(now)
@@ -439,17 +439,11 @@ class RLTrainer(SavingTrainer):
             return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
         return {}  # `_next_batch` logs the result later
 
-    def _begin_evaluation(self) -> None:
-        """Begin the evaluation that is due, if one is, of the weights of this step."""
-        if self.evaluations.due is not None:
-            self._push_weights()
-            self.evaluations.begin(self.state.global_step)
-
     def end_evaluations(self) -> None:
         """Wait for the evaluations that run or are due, and log them. Every rank calls this."""
 
         def end() -> None:
-            self._begin_evaluation()
+            self.evaluations.begin()
             self.evaluations.end()
 
         if self.args.eval_strategy != "no":
@@ -496,7 +490,7 @@ class RLTrainer(SavingTrainer):
             self.push_to_hub() if self.args.push_to_hub else self.checkpoints.save_final()
             broadcast_outcome({})  # the others wait for rank 0, which has uploaded the model
             with suppress(Interrupted):  # the model is saved; `handled` raises it
-                self._on_rank_0(self._push_weights)
+                self._on_rank_0(self.push_weights)
         return result
 
     def _base_of(self, model: Any) -> Any:
