@@ -149,7 +149,7 @@ class HostGroup:
     def send(self, parts: Sequence[np.ndarray]) -> None:
         """Send each other rank its part, on rank 0."""
         tensors = enumerate(map(torch.from_numpy, parts))
-        sent = [distributed.isend(part, rank, self._group) for rank, part in tensors if rank]
+        sent: list[Any] = [distributed.isend(p, rank, self._group) for rank, p in tensors if rank]
         for work in sent:
             work.wait(self._timeout)
 

@@ -88,8 +88,8 @@ class Evaluations(TrainerCallback):
         Args:
             prefix: of the names of the current step's metrics; earlier ones have "eval".
         """
-        ended, self._ended = self._ended, {}
-        ended = broadcast_outcome({str(step): results for step, results in ended.items()})
+        ended = broadcast_outcome({str(step): results for step, results in self._ended.items()})
+        self._ended = {}
         trainer, state = self._trainer, self._trainer.state
         now = state.global_step, state.epoch
         current: dict[str, float] = {}

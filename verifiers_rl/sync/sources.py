@@ -319,9 +319,8 @@ def buckets_of(
     Yields:
         (bytes,) uint8 on the model's device, fresh memory each time.
     """
-    device, helpers, index = next(model.parameters()).device, None, 0
-    if is_split(model):
-        helpers = host_group()
+    device, index = next(model.parameters()).device, 0
+    helpers = host_group() if is_split(model) else None
     for bucket in plan.buckets:
         buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=device)
         for name, view in bucket.views(buffer):
