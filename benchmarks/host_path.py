@@ -296,10 +296,10 @@ def share_batch(samples: list[Any], device: Any) -> Any:
     from verifiers_rl.packing import plan_microbatches
     from verifiers_rl.types import Batch
 
-    batch = broadcast_batch(Batch(3, 3, samples) if samples else None, device)
+    batch = broadcast_batch(Batch(3, 3, samples) if samples else None)
     lengths = batch.sizes.lengths.tolist()
     plans = plan_microbatches(lengths, MAX_TOKENS, distributed.get_world_size())
-    return scatter_samples(batch, plans, device)
+    return scatter_samples(batch, plans)
 
 
 def cost_in_ranks(way: str, num_tokens: int) -> dict[str, float]:
@@ -307,9 +307,10 @@ def cost_in_ranks(way: str, num_tokens: int) -> dict[str, float]:
     import torch
     from torch import distributed
 
-    from verifiers_rl.distributed import let_gloo_threads_finish
+    from verifiers_rl import RLConfig
+    from verifiers_rl.distributed import connect_hosts, let_gloo_threads_finish
 
-    distributed.init_process_group("gloo")
+    connect_hosts(RLConfig(use_cpu=True))
     is_source = distributed.get_rank() == 0
     length = MAX_TOKENS - PROMPT
     samples = []

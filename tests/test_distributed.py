@@ -11,34 +11,36 @@ import numpy as np
 import torch
 from torch import distributed
 from tests.helpers import make_samples, values_of
+from verifiers_rl import RLConfig
 from verifiers_rl.distributed import (
-    broadcast_batch, broadcast_outcome, let_gloo_threads_finish, scatter_samples
+    HostGroup, broadcast_batch, broadcast_outcome, connect_hosts, let_gloo_threads_finish,
+    scatter_samples,
 )
 from verifiers_rl.packing import plan_microbatches
 from verifiers_rl.report.metrics import TokenValues
 from verifiers_rl.types import Batch, Rollout
 
-distributed.init_process_group("gloo")
+connect_hosts(RLConfig(use_cpu=True))
 rank, cpu = distributed.get_rank(), torch.device("cpu")
 samples = make_samples(9, seed=3)  # the same on both ranks, to compare with
 samples[4].loss_mask[:] = False
 for sample in samples[::2]:
     sample.extras["of_a_fork"] = np.arange(2 * len(sample.token_ids), dtype=np.int16).reshape(-1, 2)
 sent = []
-scatter = distributed.scatter
+send = distributed.isend
 
 
-def counting(received, parts, source):
-    sent.append(received.numel())
-    scatter(received, parts, source)
+def counting(part, *args):
+    sent.append(part.numel())
+    return send(part, *args)
 
 
-distributed.scatter = counting
+distributed.isend = counting
 for number in (9, 1):  # with one sample, the second rank gets none
     rollouts = [Rollout(0, "", samples=samples[:2]), Rollout(0, "", samples=samples[2:number])]
     whole = Batch(7, 6, samples[:number], rollouts)
     sizes, num_loss_tokens = whole.sizes, whole.num_loss_tokens
-    batch = broadcast_batch(whole if rank == 0 else None, cpu)
+    batch = broadcast_batch(whole if rank == 0 else None)
     assert (batch.step, batch.policy_version) == (7, 6)
     assert len(batch.samples) == (number if rank == 0 else 0)
     assert batch.num_loss_tokens == num_loss_tokens
@@ -48,17 +50,18 @@ for number in (9, 1):  # with one sample, the second rank gets none
     lengths = batch.sizes.lengths.tolist()
     plans = plan_microbatches(lengths, 24, 2)
     own = sorted(i for rows in plans[rank] for row in rows for i in row)
-    received = scatter_samples(batch, plans, cpu)
+    received = scatter_samples(batch, plans)
     assert sorted(received) == own
     for i, sample in received.items():
         assert values_of(sample) == values_of(samples[i])
         if "of_a_fork" in samples[i].extras:
             assert np.array_equal(sample.extras["of_a_fork"], samples[i].extras["of_a_fork"])
-    largest = max(sum(lengths[i] for rows in plan for row in rows for i in row) for plan in plans)
-    assert sent.pop() == (17 + 4) * largest
-    assert number == 1 or largest < sum(lengths)
+    of_second = sum(lengths[i] for rows in plans[1] for row in rows for i in row)
+    assert sent == [(17 + 4) * of_second] * (rank == 0)
+    sent.clear()
+    assert (number == 1) == (of_second == 0) and of_second < sum(lengths)
 # Each rank has values of its own samples; rank 0 gets those of all that are chosen.
-batch = broadcast_batch(Batch(7, 6, samples) if rank == 0 else None, cpu)
+batch = broadcast_batch(Batch(7, 6, samples) if rank == 0 else None)
 chosen = np.arange(9) % 3 > 0
 values = TokenValues(batch, chosen, cpu)
 for i in range(rank, 8, 2):  # no rank computes the last one
@@ -76,17 +79,26 @@ if rank == 0:
         expected = np.stack([np.arange(num) + 100 * i, -np.arange(num) - 100 * i,
                              np.arange(num) == 0])
         assert np.array_equal(found, expected) if i < 8 else np.isnan(found).all() and num
-empty = broadcast_batch(Batch(8, 7, []) if rank == 0 else None, cpu)
+empty = broadcast_batch(Batch(8, 7, []) if rank == 0 else None)
 assert empty.num_loss_tokens == 0
-assert scatter_samples(empty, plan_microbatches([], 24, 2), cpu) == {}
+assert scatter_samples(empty, plan_microbatches([], 24, 2)) == {}
 try:
-    broadcast_outcome(None, cpu)
+    broadcast_outcome(None)
     raised = ""
 except RuntimeError as error:
     raised = str(error)
 assert raised == ("" if rank == 0 else
                   "rank 0 has failed; its error is in its own output")
-assert broadcast_outcome({"a": [1.5, "ß"]} if rank == 0 else None, cpu) == {"a": [1.5, "ß"]}
+assert broadcast_outcome({"a": [1.5, "ß"]} if rank == 0 else None) == {"a": [1.5, "ß"]}
+hosts = HostGroup(1.0, 2.0)
+if rank == 1:
+    try:
+        hosts.broadcast(None)
+        raised = ""
+    except RuntimeError as error:
+        raised = str(error)
+    assert raised.startswith("waiting for rank 0, whose own output says what"), raised
+distributed.barrier()  # only here rank 0 goes on
 distributed.destroy_process_group()
 let_gloo_threads_finish()
 """
@@ -95,3 +107,67 @@ let_gloo_threads_finish()
 @pytest.mark.slow
 def test_each_rank_gets_the_samples_of_its_own_plan_and_the_sizes_of_all(tmp_path):
     run_script(tmp_path, SCRIPT)
+
+
+WAITS = """
+import os, sys, time
+from datetime import timedelta
+from pathlib import Path
+import tests.sharding_on_cpu
+from torch import distributed
+from tests.helpers import StubSink, StubSource, load_example, make_tiny_model
+from verifiers_rl import RLConfig, RLTrainer
+
+folder, kind = sys.argv[1:]
+TIMEOUT_S = 10
+# transformers passes ddp_timeout on to NCCL only.
+distributed.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+ended = Path(folder, "ended")
+
+
+class SlowSource(StubSource):
+    def start(self):
+        time.sleep(1.5 * TIMEOUT_S)
+        super().start()
+
+    def get(self):
+        batch = super().get()
+        time.sleep(1.5 * TIMEOUT_S * (batch.step == 0))
+        return batch
+
+
+class Hangs(RLTrainer):
+    def microbatch_loss(self, *args):
+        if self.state.global_step == 1 and self.args.process_index == 1:
+            until = time.monotonic() + 12 * TIMEOUT_S
+            while not ended.exists() and time.monotonic() < until:
+                time.sleep(0.1)
+            os._exit(0)
+        return super().microbatch_loss(*args)
+
+
+sharding = {"fsdp": True, "fsdp_config": {"version": 2}} if kind == "fsdp2" else {}
+args = RLConfig(
+    output_dir=f"{folder}/run", use_cpu=True, use_lora=False, batch_size=8, rollouts_per_example=4,
+    max_seq_len=32, max_steps=2, disable_tqdm=True, max_off_policy_steps=0, save_strategy="no",
+    ddp_timeout=TIMEOUT_S, **sharding,
+)
+trainer = Hangs(
+    make_tiny_model(), None, args, load_example("warm_start").make_tokenizer(),
+    orchestrator=SlowSource(8), weight_sync=StubSink(),
+)
+try:
+    trainer.train()
+except RuntimeError as error:
+    said = f"step {trainer.state.global_step}: {error}"
+ended.write_text(said)
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_ranks_wait_for_rollouts_beyond_ddp_timeout_and_for_each_other_until_then(tmp_path, kind):
+    run_script(tmp_path, WAITS, str(tmp_path), kind)
+    said = (tmp_path / "ended").read_text()
+    assert said.startswith("step 1: ") and "10000ms" in said, said

@@ -344,8 +344,8 @@ def test_experts_arrive_exactly(expert_server, connect):
 class RoundedOtherwise(RLTrainer):
     """After each push, the trainer's routers differ a little from the server's, as by rounding."""
 
-    def _sync_weights(self):
-        super()._sync_weights()
+    def push_weights(self):
+        super().push_weights()
         change_routers(self.model, 2e-6, seed=1)
 
 

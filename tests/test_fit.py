@@ -61,11 +61,11 @@ def test_tokens_and_checkpoints_follow_from_free_memory(
     make_trainer, give, capsys, options, room, tokens, checkpoints
 ):
     trainer = make_trainer(**options)
-    assert trainer.support.token_budget is None  # on a CPU nothing is chosen
+    assert trainer.tried_support.token_budget is None  # on a CPU nothing is chosen
     give(trainer, room)
-    del trainer.support
+    del trainer.tried_support
     capsys.readouterr()
-    assert trainer.support.token_budget == tokens
+    assert trainer.tried_support.token_budget == tokens
     layers = trainer.model.model.layers
     assert ["forward" in vars(layer) for layer in layers] == [n < checkpoints for n in range(2)]
     (line,) = capsys.readouterr().out.splitlines()
@@ -84,7 +84,10 @@ def test_the_gradient_is_the_same_with_what_was_chosen(make_trainer, give, use_l
     give(trainer, 100)
     move_away(trainer)
     check_against_reference(trainer, make_tiny_llama, samples)
-    assert trainer.support.token_budget == 65 and trainer._window.steps[0]["num_microbatches"] > 1
+    assert (
+        trainer.tried_support.token_budget == 65
+        and trainer._window.steps[0]["num_microbatches"] > 1
+    )
 
 
 def make_deep_model():
@@ -109,10 +112,10 @@ def test_a_step_takes_about_what_was_expected(make_trainer, give, kind, room):
     )  # fmt: skip
     with disable_input_dtype_casting(trainer.model, "bfloat16" in kind):
         of_token = give(trainer, room)
-        assert trainer.support.token_budget == 256
+        assert trainer.tried_support.token_budget == 256
     num = sum("forward" in vars(layer) for layer in trainer._base_of(trainer.model).model.layers)
     assert (num > 0) == (room == 200)
-    assert trainer.support.shares_prefixes  # tried before bytes are counted
+    assert trainer.tried_support.shares_prefixes  # tried before bytes are counted
     samples = make_samples(1, prompt=200, longest=50)
     with Counter() as counter:
         batch_gradients(trainer, samples)

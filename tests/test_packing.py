@@ -115,7 +115,7 @@ def test_collate_lays_samples_out_in_rows():
     integers = {"input_ids": [[0, 1, 2, 3], [0, 1, 0, 9]]}
     integers["position_ids"] = [[0, 1, 2, 3], [0, 1, 0, 1]]
     integers["visible_until"] = [[4, 4, 4, 4], [2, 2, 3, 4]]
-    of_targets = {"rows": [0, 0, 0, 1], "columns": [0, 1, 2, 0], "token_ids": [1, 2, 3, 1]}
+    of_targets = {"rows": [0, 0, 0, 1], "offsets": [0, 1, 2, 0], "token_ids": [1, 2, 3, 1]}
     of_targets["sequence_ids"] = [0, 0, 0, 1]
     numbers = {"advantages": [0.25, 0.25, 0.25, 0.5], "weights": [2, 2, 2, 1]}
     numbers["inference_logprobs"] = [-0.25] * 4

@@ -81,7 +81,7 @@ def test_the_row_of_the_documentation():
     assert microbatch.visible_until.tolist() == [[7, 7, 6, 4, 6, 6, 7]]
     # "c" is predicted by "b" for two samples; "e" by the "c" that they have in common.
     targets = microbatch.targets
-    assert targets.columns.tolist() == [0, 1, 2, 0, 1, 2, 4, 0, 1]
+    assert targets.offsets.tolist() == [0, 1, 2, 0, 1, 2, 4, 0, 1]
     assert "".join(map(chr, targets.token_ids)) == "bcdbcefbg"
     assert targets.sequence_ids.tolist() == [0] * 3 + [1] * 4 + [2] * 2
     assert [s.path.tolist() for s in microbatch.segments] == [
@@ -393,7 +393,7 @@ def test_samples_without_gradient_are_not_computed_but_count(make_trainer):
     def run(loss_fn=None, **options):
         """Gradients, metrics, and how many positions the model has computed."""
         trainer = make_trainer(loss_fn=loss_fn, share_prefixes=False, **options)
-        trainer.support, computed = ModelSupport("padded"), []
+        trainer.tried_support, computed = ModelSupport("padded"), []
         trainer.model.model.register_forward_pre_hook(
             lambda module, args, kwargs: computed.append(kwargs["input_ids"].numel()),
             with_kwargs=True,
@@ -462,7 +462,7 @@ def test_forward_and_backward_of_a_microbatch_wait_for_nothing(
     trainer = make_trainer(
         loss=loss, loss_args=LOSS_OPTIONS[loss], use_lora=True, kl_beta=0.1, entropy_beta=0.1
     )
-    assert trainer.support.shares_prefixes
+    assert trainer.tried_support.shares_prefixes
     numbers = [[i] for i in range(3)] if "one" in rows else [[0, 1, 2], [3]]
     num_shared = None
     if "tree" in rows:

@@ -168,7 +168,7 @@ def test_all_ranks_resume_from_what_rank_0_has_found(monkeypatch, tmp_path):
     save(tmp_path, 5)
     sent = []
 
-    def broadcast(found, device):
+    def broadcast(found):
         sent.append(found)
         return found or sent[0]
 

@@ -110,7 +110,7 @@ def test_a_step_equals_a_float64_reference_however_rows_are_packed(
     trainer = make_trainer(
         make_model(), batch_size=8, max_tokens_per_microbatch=40, loss_normalization=normalization
     )
-    trainer.support = ModelSupport(layout)
+    trainer.tried_support = ModelSupport(layout)
     loss, grads = gradients_of_a_step(trainer)
     assert trainer._counts.num_microbatches > 1
     samples = trainer.batch.samples

@@ -47,7 +47,7 @@ def test_values_are_those_of_a_forward_of_each_sample(make_trainer, options):
         source=OneBatch(samples), temperature=0.7, log_rollouts=1.0, batch_size=16, **options
     )
     values = step_values(trainer)
-    assert trainer.support.shares_prefixes == options["share_prefixes"]
+    assert trainer.tried_support.shares_prefixes == options["share_prefixes"]
     assert sorted(values) == list(range(len(samples)))
     model = make_tiny_model().double()
     for i, sample in enumerate(samples):

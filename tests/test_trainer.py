@@ -107,7 +107,7 @@ def test_the_step_equals_a_float64_reference(
         entropy_beta=0.2 if make_model is make_tiny_llama else 0.0, max_tokens_per_microbatch=40,
         **lora, **options,
     )  # fmt: skip
-    trainer.support = ModelSupport(layout)
+    trainer.tried_support = ModelSupport(layout)
     if gradient_checkpointing:
         switch_checkpointing_on(trainer)
     move_away(trainer)
@@ -169,7 +169,7 @@ def test_a_model_whose_rows_cannot_be_shared_is_trained_exactly(make_trainer, ca
     samples = with_logprobs_near(make_model(), make_samples(5, seed=3, longest=14), 0.7)
     trainer = make_trainer(make_model(), loss_args=LOSS_OPTIONS["cispo"], kl_beta=0.1)
     check_against_reference(trainer, make_model, samples)
-    assert caplog.text.count("are padded") == 1 and trainer.support.layout == "padded"
+    assert caplog.text.count("are padded") == 1 and trainer.tried_support.layout == "padded"
 
 
 @pytest.mark.parametrize("use_lora", [False, True])
@@ -213,7 +213,7 @@ def test_gradient_checkpointing_changes_memory_not_gradients(make_trainer, use_l
         counted, options = [], {"gradient_checkpointing": checkpointing, "use_lora": use_lora}
         options |= {"optim": "sgd", "learning_rate": 1.0, "max_steps": 1}
         trainer = make_trainer(overwrite_output_dir=True, **options)
-        assert trainer.support.shares_prefixes  # which runs the model too
+        assert trainer.tried_support.shares_prefixes  # which runs the model too
         layers = dict(trainer._base_of(trainer.model).named_modules())
         layers["model.layers.0.input_layernorm"].register_forward_hook(lambda *_: counted.append(1))
         trainer.train()
@@ -292,7 +292,7 @@ def test_extreme_samples_give_finite_gradients_and_are_counted(make_trainer, los
         sample.inference_logprobs[-1] = logprob
     samples[-1].loss_mask[:] = False
     trainer = make_trainer(loss=loss, loss_args=LOSS_OPTIONS[loss], max_tokens_per_microbatch=1)
-    trainer.support = ModelSupport(layout)
+    trainer.tried_support = ModelSupport(layout)
     value, grads, row = batch_gradients(trainer, samples)
     assert math.isfinite(value) and all(torch.isfinite(grad).all() for grad in grads.values())
     assert any(grad.any() for grad in grads.values())
@@ -357,7 +357,7 @@ def test_the_head_never_sees_more_than_a_chunk(make_trainer, monkeypatch, use_lo
     monkeypatch.setattr(forward, "chunk_size_for", lambda *_: 7)
     rows, real = [], torch.nn.functional.linear
     trainer = make_trainer(use_lora=use_lora)
-    assert trainer.support.shares_prefixes  # tried before what is counted
+    assert trainer.tried_support.shares_prefixes  # tried before what is counted
 
     def linear(hidden, weight, bias=None):
         if weight.shape[0] == 261:
@@ -390,7 +390,7 @@ def test_inputs_of_an_adapter_are_not_cast_to_float32_and_back(make_trainer, mon
     def run():
         trainer = make_trainer(make_tiny_model().to(torch.bfloat16), use_lora=True, bf16=True)
         move_away(trainer)
-        assert trainer.support.shares_prefixes  # tried before casts are counted
+        assert trainer.tried_support.shares_prefixes  # tried before casts are counted
         with Casts() as casts:
             loss, grads, row = batch_gradients(trainer, make_samples(6))
         return loss, grads, len(casts.made), row["num_microbatches"]
@@ -412,7 +412,7 @@ def test_the_head_is_cast_once_a_microbatch(make_trainer, monkeypatch, use_lora)
     """Whatever the number of its chunks, which are computed again in backward."""
     monkeypatch.setattr("verifiers_rl.forward.chunk_size_for", lambda *_: 3)
     trainer = make_trainer(bf16=True, use_lora=use_lora, max_tokens_per_microbatch=24)
-    assert trainer.support.shares_prefixes  # tried before casts are counted
+    assert trainer.tried_support.shares_prefixes  # tried before casts are counted
     with Casts() as casts:
         batch_gradients(trainer, make_samples(6))
     num = trainer._window.steps[0]["num_microbatches"]
@@ -580,7 +580,7 @@ def test_logged_numbers_are_means_over_the_steps_between_two_lines(make_trainer)
 def test_logged_values_by_hand(make_trainer):
     samples = make_samples(4, seed=1)
     trainer = make_trainer(max_tokens_per_microbatch=10_000)
-    trainer.support = ModelSupport("padded")
+    trainer.tried_support = ModelSupport("padded")
     trainer._window.on_step_begin(None, None, None)
     batch_gradients(trainer, samples)
     trainer._window.on_step_end(None, trainer.state, None)
@@ -932,7 +932,7 @@ def test_a_microbatch_without_loss_tokens_adds_nothing_whatever_the_loss_makes_o
         return LossOutputs(logprobs.sum() / logprobs.detach().std(correction=0))
 
     trainer = make_trainer(loss_fn=divided_by_a_spread)
-    trainer.support, means = ModelSupport(), TokenMeans()
+    trainer.tried_support, means = ModelSupport(), TokenMeans()
     # What a rank gets that has no samples left.
     loss = trainer.microbatch_loss(trainer.model, collate({}, [], [], pad_token_id=0), means)
     loss.backward()

@@ -756,11 +756,12 @@ import gc, os, sys, weakref, torch, torch.distributed as dist
 from tests.helpers import make_tiny_model, make_tiny_moe, packed_weights
 from tests.test_weight_sync import plan_of, with_trained_adapter
 from verifiers_rl.sync import sources as sources_of
-from verifiers_rl.distributed import let_gloo_threads_finish
+from verifiers_rl import RLConfig
+from verifiers_rl.distributed import connect_hosts, let_gloo_threads_finish
 from verifiers_rl.sync.sources import gathering
 from verifiers_rl.sync.sources import what_to_send
 
-dist.init_process_group("gloo")
+connect_hosts(RLConfig(use_cpu=True))
 rank = dist.get_rank()
 live, peak = 0, 0
 original = sources_of.gather_full

@@ -181,7 +181,7 @@ class Checkpoints(TrainerCallback):
         if not self._is_running:
             return
         if step not in (0, self._saved_step):
-            trainer.evaluations.log(trainer.evaluations.take_ended())
+            trainer.evaluations.log_ended()
             if trainer.args.save_strategy != "no" and self.can_repeat_step:
                 if self._rng is not None and self._rng[0] == step:
                     set_rng_state(self._rng[1])  # the step that is broken off will be repeated

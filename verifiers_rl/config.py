@@ -514,7 +514,6 @@ class RLConfig(TrainingArguments):
         # The new name of gradient_checkpointing; transformers warns if only the old one is set.
         if self.gradient_checkpointing is not None and hasattr(self, "activation_checkpointing"):
             self.activation_checkpointing = self.gradient_checkpointing
-        self.ddp_timeout = max(self.ddp_timeout, self._longest_wait_s())
         if self.warmup_steps and self.lr_scheduler_type == "constant":
             self.lr_scheduler_type = "constant_with_warmup"  # plain constant ignores warmup_steps
         wants_best = self.load_best_model_at_end or self.save_strategy == "best"
@@ -536,7 +535,7 @@ class RLConfig(TrainingArguments):
                 "gpus = 0 under [trainer]), or start one process"
             )
 
-    def _longest_wait_s(self) -> int:
+    def longest_wait_s(self) -> int:
         """Seconds that other ranks wait for rank 0's batch and for the evaluation beside it: as
         long as rank 0 may take, in three attempts.
         """

@@ -1,5 +1,9 @@
-"""Sends batches and metrics from rank 0 to the others as plain tensors; checks losses and gradients
-on all ranks; prepares several ranks; lets them agree beside their devices.
+"""Several ranks: what rank 0 sends the others, and how long they wait for it; losses and gradients
+that are checked on all ranks; what FSDP2 and DeepSpeed need.
+
+Rank 0 waits for rollouts, servers and files, which may take hours. The others wait for rank 0 in a
+`HostGroup`, beside the group that trains. So `ddp_timeout` is the deadline of the training's own
+collectives alone, and ends a run soon if one of them hangs.
 """
 
 from __future__ import annotations
@@ -31,11 +35,11 @@ from verifiers_rl.types import (
 )
 
 
-def broadcast_batch(batch: Batch | None, device: torch.device) -> Batch:
+def broadcast_batch(batch: Batch | None) -> Batch:
     """Return rank 0's batch on every rank, without its samples on the others; `scatter_samples`
     brings those.
     """
-    if not distributed.is_initialized():  # one process
+    if _hosts is None:
         assert batch is not None
         return batch
     message: Any = None
@@ -43,7 +47,7 @@ def broadcast_batch(batch: Batch | None, device: torch.device) -> Batch:
         columns = [(n, d.base.str, d.shape) for n, d in batch.sizes.columns.items()]
         arrays = [array.tolist() for array in batch.sizes.arrays()]
         message = (batch.step, batch.policy_version, columns, arrays)
-    step, policy_version, columns, arrays = _broadcast_json(message, device)
+    step, policy_version, columns, arrays = _hosts.broadcast(message)
     if batch is not None:
         return batch
     of_token = {name: np.dtype((base, tuple(shape))) for name, base, shape in columns}
@@ -51,40 +55,34 @@ def broadcast_batch(batch: Batch | None, device: torch.device) -> Batch:
     return Batch(step, policy_version, [], known_sizes=sizes)
 
 
-def scatter_samples(
-    batch: Batch, plans: Sequence[Sequence[Rows]], device: torch.device
-) -> dict[int, Sample]:
+def scatter_samples(batch: Batch, plans: Sequence[Sequence[Rows]]) -> dict[int, Sample]:
     """Return on each rank the samples of its own plan, by their index in the batch. Rank 0 sends
-    them; with one rank nothing is sent.
+    them from CPU to CPU; with one rank nothing is sent.
 
     Args:
         batch: from `broadcast_batch`.
         plans: of each rank, from `plan_microbatches`.
-        device: where tensors of this process group must be.
     """
-    if len(plans) == 1:
+    if _hosts is None:
         return dict(enumerate(batch.samples))
     lengths, columns = batch.sizes.lengths, batch.sizes.columns
     indices = [[i for rows in plan for row in rows for i in row] for plan in plans]
-    # All parts must have one size: that of the rank with the most tokens.
-    num_bytes = max(int(lengths[part].sum()) for part in indices) * token_bytes(columns)
-    received = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    parts = None
-    if distributed.get_rank() == 0:
-        parts = []
-        for part in indices:
-            flat = np.empty(num_bytes, np.uint8)
-            join_samples([batch.samples[i] for i in part], columns, flat)
-            parts.append(torch.from_numpy(flat).to(device))
-    distributed.scatter(received, parts, 0)
-    own = indices[distributed.get_rank()]
-    arrived = split_samples(received.cpu().numpy(), columns, lengths[own].tolist())
+    num_bytes = [int(lengths[part].sum()) * token_bytes(columns) for part in indices]
+    rank = distributed.get_rank()
+    flat = np.empty(num_bytes[rank], np.uint8)
+    if rank > 0:
+        _hosts.receive(flat)
+    else:
+        parts = [flat, *(np.empty(number, np.uint8) for number in num_bytes[1:])]
+        for part, bytes_of_part in zip(indices, parts, strict=True):
+            join_samples([batch.samples[i] for i in part], columns, bytes_of_part)
+        _hosts.send(parts)
+    own = indices[rank]
+    arrived = split_samples(flat, columns, lengths[own].tolist())
     return dict(zip(own, arrived, strict=True))
 
 
-def broadcast_outcome(
-    outcome: dict[str, Any] | BaseException | None, device: torch.device
-) -> dict[str, Any]:
+def broadcast_outcome(outcome: dict[str, Any] | BaseException | None) -> dict[str, Any]:
     """Return rank 0's numbers and texts on every rank. Where rank 0 passes an error (or None),
     which it raises itself, the other ranks raise here.
 
@@ -92,10 +90,10 @@ def broadcast_outcome(
         Interrupted: on the other ranks, when rank 0 was interrupted.
         RuntimeError: on the other ranks, when rank 0 failed.
     """
-    if not distributed.is_initialized():  # one process
+    if _hosts is None:
         return outcome if isinstance(outcome, dict) else {}
     signal = outcome.number if isinstance(outcome, Interrupted) else None
-    message = _broadcast_json(outcome if isinstance(outcome, dict) else signal, device)
+    message = _hosts.broadcast(outcome if isinstance(outcome, dict) else signal)
     if isinstance(message, dict) or distributed.get_rank() == 0:
         return message if isinstance(message, dict) else {}
     if message is not None:
@@ -103,39 +101,61 @@ def broadcast_outcome(
     raise RuntimeError("rank 0 has failed; its error is in its own output")
 
 
-def _broadcast_json(value: Any, device: torch.device) -> Any:
-    """Return rank 0's value on every rank, as JSON has it."""
-    payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-    size = torch.tensor(len(payload), device=device)
-    distributed.broadcast(size, 0)
-    if distributed.get_rank() > 0:
-        payload = torch.empty(int(size), dtype=torch.uint8, device=device)
-    distributed.broadcast(payload, 0)
-    return json.loads(payload.cpu().numpy().tobytes())
-
-
 class HostGroup:
     """All ranks, connected from CPU to CPU beside the group that trains. What they agree on here
     waits for no device, and mixes with no collective of the training.
 
     Args:
-        timeout_s: deadline of what has no deadline of its own.
+        timeout_s: a rank waits so long for ranks that do the same as it does.
+        rank_0_s: a rank waits so long for rank 0, which may wait for rollouts; at least timeout_s.
 
     Raises:
         ConfigError: the ranks cannot reach each other.
+        RuntimeError (of each method): a rank has ended, or did not come in time.
     """
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, rank_0_s: float) -> None:
+        self._timeout = timedelta(seconds=timeout_s)
         try:
-            self._group = distributed.new_group(
-                backend="gloo", timeout=timedelta(seconds=timeout_s)
-            )
+            self._group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=rank_0_s))
         except RuntimeError as error:
             raise ConfigError(
                 f"the trainer's processes cannot connect to each other over gloo: {error}; set "
                 "GLOO_SOCKET_IFNAME to the network interface that joins their machines, such as "
                 "eth0"
             ) from error
+
+    def broadcast_number(self, number: int) -> int:
+        """Return rank 0's number on every rank."""
+        tensor = torch.tensor(number)
+        try:
+            distributed.broadcast(tensor, 0, self._group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"waiting for rank 0, whose own output says what it waits for or why it ended: "
+                f"{error}"
+            ) from error
+        return int(tensor)
+
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's value on every rank, as JSON has it."""
+        payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        size = self.broadcast_number(len(payload))
+        if distributed.get_rank() > 0:
+            payload = torch.empty(size, dtype=torch.uint8)
+        distributed.broadcast(payload, 0, self._group)
+        return json.loads(payload.numpy().tobytes())
+
+    def send(self, parts: Sequence[np.ndarray]) -> None:
+        """Send each other rank its part, on rank 0."""
+        tensors = enumerate(map(torch.from_numpy, parts))
+        sent: list[Any] = [distributed.isend(p, rank, self._group) for rank, p in tensors if rank]
+        for work in sent:
+            work.wait(self._timeout)
+
+    def receive(self, part: np.ndarray) -> None:
+        """Fill this rank's part with what rank 0 sends."""
+        distributed.recv(torch.from_numpy(part), 0, self._group)
 
     def begin_max(self, number: int) -> Callable[[], int]:
         """Begin to take the largest of the ranks' numbers. The function returned waits for it."""
@@ -145,7 +165,7 @@ class HostGroup:
         )
 
         def result() -> int:
-            work.wait()
+            work.wait(self._timeout)
             return int(largest)
 
         return result
@@ -155,30 +175,31 @@ class HostGroup:
 
         Args:
             what: is awaited, for the error.
-
-        Raises:
-            RuntimeError: a rank has ended, or did not come within `deadline_s` seconds.
+            deadline_s: rank 0 waits so long for the others.
         """
         try:
             distributed.monitored_barrier(self._group, timedelta(seconds=deadline_s), True)
         except RuntimeError as error:
             raise RuntimeError(f"waiting for {what}: {error}") from error
 
-    def close(self) -> None:
-        distributed.destroy_process_group(self._group)
+
+_hosts: HostGroup | None = None  # of this process; None with one rank
 
 
-@contextmanager
-def host_group(args: RLConfig) -> Iterator[HostGroup | None]:
-    """Connect all ranks beside their devices; None with one process."""
-    if args.world_size == 1:
-        yield None
-        return
-    group = HostGroup(args.ddp_timeout)
-    try:
-        yield group
-    finally:
-        group.close()
+def connect_hosts(args: RLConfig) -> None:
+    """Connect all ranks beside their devices, once in this process. Every rank calls this before
+    rank 0 waits for anything that the others do not wait for.
+    """
+    global _hosts
+    if args.world_size > 1 and _hosts is None:
+        timeout_s = args.ddp_timeout
+        _hosts = HostGroup(timeout_s, max(timeout_s, args.longest_wait_s()))
+        atexit.register(let_gloo_threads_finish)
+
+
+def host_group() -> HostGroup | None:
+    """Return what `connect_hosts` has connected; None with one rank."""
+    return _hosts
 
 
 def reduce_over_ranks(numbers: torch.Tensor, op: Any = distributed.ReduceOp.SUM) -> torch.Tensor:
@@ -275,8 +296,6 @@ def prepare_ranks(accelerator: Any, args: RLConfig, needs_copy: bool) -> None:
     if fsdp is not None and accelerator.mixed_precision == "bf16":
         # The policy of accelerate also sums gradients in bfloat16.
         fsdp.mixed_precision_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    if distributed.is_initialized() and distributed.get_backend() == "gloo":
-        atexit.register(let_gloo_threads_finish)
 
 
 @contextmanager

@@ -44,17 +44,20 @@ class Evaluations(TrainerCallback):
         self._running: int | None = None  # that of the evaluation that has begun
         self._ended: dict[int, dict[str, float]] = {}
 
-    def begin(self, policy_version: int) -> None:
-        """Begin the evaluation that is due, if one is. The server has its weights now."""
+    def begin(self) -> None:
+        """Begin the evaluation that is due, if one is. The server gets the weights of this step
+        first, unless it has them.
+        """
         if self.due is None:
             return
         self.end()
         trainer, args = self._trainer, self._trainer.args
+        trainer.push_weights()
         trainer.orchestrator.begin_evaluation(
             args.eval_examples,
             args.eval_rollouts_per_example,
             trainer.weight_sync.model_name,
-            policy_version,
+            trainer.state.global_step,
         )
         self._running, self.due = self.due, None
 
@@ -77,25 +80,16 @@ class Evaluations(TrainerCallback):
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         self._trainer.end_evaluations()
 
-    def take_ended(self) -> dict[str, dict[str, float]]:
-        """Return on every rank the results of evaluations that have ended on rank 0 since the last
-        call, by their step.
-
-        Raises:
-            Interrupted, RuntimeError: see `broadcast_outcome`.
-        """
-        ended, self._ended = self._ended, {}
-        by_step = {str(step): results for step, results in ended.items()}
-        return broadcast_outcome(by_step, self._trainer.args.device)
-
-    def log(self, ended: dict[str, dict[str, float]], prefix: str = "eval") -> dict[str, float]:
-        """Log the results of evaluations, each at the step whose weights were evaluated, and tell
-        callbacks. Return the metrics of the trainer's current step; {} if none of them is of it.
+    def log_ended(self, prefix: str = "eval") -> dict[str, float]:
+        """Log the results of evaluations that have ended on rank 0 since the last call, each at the
+        step whose weights were evaluated, and tell callbacks. Every rank calls this. Return the
+        metrics of the trainer's current step; {} if none of them is of it.
 
         Args:
-            ended: what `take_ended` returned.
             prefix: of the names of the current step's metrics; earlier ones have "eval".
         """
+        ended = broadcast_outcome({str(step): results for step, results in self._ended.items()})
+        self._ended = {}
         trainer, state = self._trainer, self._trainer.state
         now = state.global_step, state.epoch
         current: dict[str, float] = {}

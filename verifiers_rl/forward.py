@@ -87,7 +87,7 @@ def predict_targets(
     chunk_size = chunk_size_for(vocab_size, microbatch.input_ids.device.type)
     head_dtype = getattr(torch, args.head_dtype, None)  # "model" is none
     with hidden_states_in_place_of_logits(base, head_dtype) as to_logits:
-        hidden = model(**model_inputs).logits[targets.rows, targets.columns]  # (N, hidden)
+        hidden = model(**model_inputs).logits[targets.rows, targets.offsets]  # (N, hidden)
     head = list(base.get_output_embeddings().parameters())
     min_chunks = 1
     if any(hasattr(p, "ds_id") for p in head):  # ZeRO-3: each chunk needs all ranks

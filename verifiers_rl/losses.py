@@ -37,7 +37,8 @@ class LossInputs:
         inference_logprobs: (N,) float32, from the server that sampled the tokens.
         advantages: (N,) float32.
         weights: (N,) float32, the weight of the token in the batch's loss, which follows from
-            `loss_normalization`. A loss multiplies each of its terms by this weight.
+            `loss_normalization`; 0 where one of `gradient_masks` marks the token. A loss multiplies
+            each of its terms by this weight.
         sequence_ids: (N,) int64, below N, the same number for the tokens of one sample.
         entropy: (N,) float32 in nats, of the distribution that predicts the token. It has a
             gradient if the loss declares `@needs("entropy_gradient")`.
@@ -297,7 +298,8 @@ MASKS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-# Where `gradient_masks` is not set; by the name of the loss. Why: docs/losses.md.
+# Where `gradient_masks` is not set; by the name of the loss, so a function that is passed as
+# `loss_fn` has none, `cispo` neither. Why: docs/losses.md.
 DEFAULT_MASKS: dict[str, dict[str, dict[str, float]]] = {
     "cispo": {"dppo": {"max_divergence": 0.05}},
 }
@@ -351,6 +353,10 @@ def cispo(inputs: LossInputs, eps_high: float = 4.0) -> LossOutputs:
     L = - sum_t stop_gradient(min(r_t, 1 + eps_high)) * A_t * logprob_t,
     r_t = exp(trainer - inference logprob).
     Unlike under PPO's clip, a token beyond the bound keeps a gradient; only its ratio is capped.
+
+    This function has no mask. `RLConfig(loss="cispo")`, the default, calls it under the mask of
+    `DEFAULT_MASKS`: tokens that moved too far lose their gradient. `RLTrainer(loss_fn=cispo)` calls
+    it as it is; for the default's learning, set `gradient_masks` beside it.
 
     Args:
         inputs: one microbatch.

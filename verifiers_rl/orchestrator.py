@@ -129,8 +129,7 @@ class Orchestrator:
         """
         request = self._request("train", self.args.rollouts_per_example, model, policy_version)
         num_batches = len(self._pending) + 1  # that share the server, with this one
-        batch = self._begin(self._generate(step, request, num_batches), request)
-        self._pending.append(batch)
+        self._pending.append(self._begin(self._generate(step, request, num_batches), request))
 
     def get(self) -> Batch:
         """Wait for the first pending batch and take it.
@@ -204,8 +203,8 @@ class Orchestrator:
         except ValueError as error:
             raise RolloutError(str(error)) from error
         replace_until = start + num_batches * self._group_s
-        run = partial(self._run_group, request)
-        running = run_groups(run, self._finish, examples, num_groups, replace_until)
+        run = partial(self._run_with_advantages, request)
+        running = run_groups(run, self.group_filter.passes, examples, num_groups, replace_until)
         complete = await while_served(running, self.check_server)
         groups = [group for group, _ in complete]
         passing = [group for group, passes in complete if passes]
@@ -238,8 +237,9 @@ class Orchestrator:
         version = request.policy_version
         return Batch(step, version, samples, rollouts, metrics, groups=groups)
 
-    def _finish(self, group: list[Rollout]) -> bool:
-        """Set the group's advantages. Return whether it passes the filter."""
+    async def _run_with_advantages(self, request: GroupRequest, index: int) -> list[Rollout]:
+        """Run the group of this example, and set its advantages, which the filter may look at."""
+        group = await self._run_group(request, index)
         try:
             set_advantages(
                 group,
@@ -249,18 +249,18 @@ class Orchestrator:
             )
         except ValueError as error:
             raise RolloutError(str(error)) from error
-        return self.group_filter.passes(group)
+        return group
 
     async def _evaluate(self, request: GroupRequest, examples: Sequence[int]) -> dict[str, float]:
         """Run the groups of these examples, and return their means."""
-        start = asyncio.get_running_loop().time()
+        start = time.monotonic()
         run = partial(self._run_group, request)
         running = run_groups(run, lambda group: True, examples, len(examples), start)
         complete = await while_served(running, self.check_server)
         groups = [group for group, _ in complete]
         self.evaluated.append((request.policy_version, groups))
         warn_of_failures(groups)
-        runtime = asyncio.get_running_loop().time() - start
+        runtime = time.monotonic() - start
         return {**evaluation_metrics(groups), "runtime": runtime}
 
     async def _run_group(self, request: GroupRequest, index: int) -> list[Rollout]:

@@ -62,7 +62,7 @@ class Targets:
     """The N tokens of a microbatch that carry loss, and where the model predicts each of them.
 
     Attributes:
-        rows, columns: (N,) int64, position of the logits that predict the token.
+        rows, offsets: (N,) int64, the row and the place in it of the logits that predict the token.
         token_ids: (N,) int64, the token itself.
         sequence_ids: (N,) int64, number of its sample, from 0 over the samples that carry loss.
         inference_logprobs, advantages: (N,) float32, see `Sample`.
@@ -71,7 +71,7 @@ class Targets:
     """
 
     rows: Tensor
-    columns: Tensor
+    offsets: Tensor
     token_ids: Tensor
     sequence_ids: Tensor
     inference_logprobs: Tensor
@@ -86,8 +86,8 @@ class Segment:
 
     Attributes:
         row: of the microbatch.
-        start, stop: its columns.
-        path: (tokens of the sample,) int64, the columns of all tokens of the sample.
+        start, stop: its offsets in the row.
+        path: (tokens of the sample,) int64, the offsets of all tokens of the sample.
         is_padding: these are no tokens of a sample; they see each other.
     """
 
@@ -100,7 +100,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """One forward pass: samples laid out as B rows of T columns, see `packing.py`.
+    """One forward pass: samples laid out as B rows of T tokens, see `packing.py`.
 
     A token sees the tokens before it in its sample, and itself. Samples that begin with the same
     tokens may have these tokens in common; the rest of each follows, one sample after the other.
@@ -108,7 +108,7 @@ class Microbatch:
     Attributes:
         input_ids: (B, T) int64.
         position_ids: (B, T) int64, position of the token in its sample, from 0.
-        visible_until: (B, T) int64. The token at column k is seen from the columns
+        visible_until: (B, T) int64. The token at offset k is seen from the offsets
             k <= q < visible_until[k].
         targets: the tokens that carry loss. Without one, a token that the loss must not count, so
             that forward and backward have something to compute.
@@ -396,7 +396,7 @@ def collate(
                 targets.append(
                     {
                         "rows": np.full(len(at), r),
-                        "columns": path[at - 1],
+                        "offsets": path[at - 1],
                         "sequence_ids": np.full(len(at), len(sample_ids)),
                         "weights": np.full(len(at), weights[i], np.float32),
                         **{name: getattr(sample, name)[at] for name in OF_TARGETS},
@@ -417,7 +417,7 @@ def collate(
         nothing: dict[str, Any] = {
             name: np.zeros(1, np.float32) for name in (*OF_TARGETS, "weights")
         }
-        zeros = dict.fromkeys(("rows", "columns", "sequence_ids"), np.zeros(1, np.int64))
+        zeros = dict.fromkeys(("rows", "offsets", "sequence_ids"), np.zeros(1, np.int64))
         nothing |= {
             name: join_column([(1, None), (0, np.empty((0, *dtype.shape), dtype.base))])
             for name, dtype in (columns_of_batch or {}).items()

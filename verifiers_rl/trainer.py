@@ -48,6 +48,7 @@ from verifiers_rl.distributed import (
     accumulating,
     broadcast_batch,
     broadcast_outcome,
+    connect_hosts,
     host_group,
     prepare_ranks,
     raise_if_gradient_not_finite,
@@ -132,6 +133,7 @@ class RLTrainer(SavingTrainer):
         print_all_characters()
         replaced = Replaced(loss_fn, advantage_fn, example_order, orchestrator, weight_sync)
         check_arguments(model, env, args, processing_class, replaced, trainer_kwargs)
+        connect_hosts(args)
         model = absolute_path(model)
         if processing_class is None:
             processing_class = tokenizer_of(model)
@@ -158,7 +160,7 @@ class RLTrainer(SavingTrainer):
         self._reference = copy.deepcopy(policy).requires_grad_(False).eval() if needs_copy else None
         # Rank 0 has chosen, and the others gather what it sends.
         lora_sync = getattr(self.weight_sync, "lora_sync", args.lora_sync)
-        self._lora_sync = broadcast_outcome({"lora_sync": lora_sync}, args.device)["lora_sync"]
+        self._lora_sync = broadcast_outcome({"lora_sync": lora_sync})["lora_sync"]
         self._interrupts, self._window = Interrupts(), StepWindow()
         self.evaluations = Evaluations(self)
         self.checkpoints, self._files = Checkpoints(self, self._window), RunFiles(self)
@@ -214,7 +216,7 @@ class RLTrainer(SavingTrainer):
         # accelerate adds autocast to a prepared model's forward. Head and reference need it here.
         with self.accelerator.autocast():
             return predict_targets(
-                model, self._base_of(model), microbatch, self.args, self.support, entropy
+                model, self._base_of(model), microbatch, self.args, self.tried_support, entropy
             )
 
     @torch.no_grad()
@@ -278,7 +280,7 @@ class RLTrainer(SavingTrainer):
         num_loss_tokens = sizes.num_loss_tokens
         if chosen is not None:
             num_loss_tokens = np.where(chosen, num_loss_tokens, 0)
-        weights, denominator = weigh_samples(
+        loss_weights, denominator = weigh_samples(
             num_loss_tokens.tolist(),
             sizes.rollout_ids.tolist(),
             args.loss_normalization,
@@ -291,7 +293,7 @@ class RLTrainer(SavingTrainer):
         model.train()
         batch_loss = torch.zeros((), device=args.device)
         # Without loss tokens there is no gradient at all, and the optimizer changes nothing.
-        own = self._microbatches(batch, is_computed, weights) if num_loss_tokens.any() else ()
+        own = self._microbatches(batch, is_computed, loss_weights) if num_loss_tokens.any() else ()
         with disable_input_dtype_casting(model, self.accelerator.native_amp):  # autocast does it
             for microbatch, is_last in own:
                 self._stop_if_asked()
@@ -320,31 +322,32 @@ class RLTrainer(SavingTrainer):
         optimizer.zero_grad()
 
     def _microbatches(
-        self, batch: Batch, is_computed: np.ndarray, weights: Sequence[float]
+        self, batch: Batch, is_computed: np.ndarray, loss_weights: Sequence[float]
     ) -> Iterator[tuple[Microbatch, bool]]:
         """Pack samples of a batch, and count what is computed. Give this rank's microbatches on
         its device, each with whether it is the last one.
 
         Args:
             is_computed: (S,) bool, the samples to pack.
-            weights: of the loss tokens of each sample.
+            loss_weights: of the loss tokens of each sample.
         """
         args, counts, sizes = self.args, self._counts, batch.sizes
-        token_budget = self.support.token_budget or args.token_budget
-        plan = plan_batch(sizes, is_computed, token_budget, args.world_size, self.support)
+        token_budget = self.tried_support.token_budget or args.token_budget
+        plan = plan_batch(sizes, is_computed, token_budget, args.world_size, self.tried_support)
         counts.add_samples(sizes, is_computed, plan.num_shared)
-        samples = scatter_samples(batch, plan.of_ranks, args.device)
+        samples = scatter_samples(batch, plan.of_ranks)
         own = plan.of_ranks[args.process_index]
         pad = cast(Any, self.processing_class).pad_token_id or 0
         for number, rows in enumerate(own, 1):
-            microbatch = collate(samples, rows, weights, pad, plan.num_shared, sizes.columns)
+            microbatch = collate(samples, rows, loss_weights, pad, plan.num_shared, sizes.columns)
             counts.add_microbatch(microbatch)
             yield copy_to(microbatch, args.device), number == len(own)
 
     @cached_property
-    def support(self) -> ModelSupport:
-        """What the model can compute, and how much at once. It is tried in the first step, on all
-        ranks, because only then the model is wrapped and split as for training.
+    def tried_support(self) -> ModelSupport:
+        """What the model can compute, and how much at once, as a few forward passes show when this
+        is read first: in the first step, on all ranks, because only then the model is wrapped and
+        split as for training.
         """
         with self.accelerator.autocast():  # as in each step
             return try_model(self.model_wrapped, self._base_of(self.model), self.args)
@@ -354,8 +357,8 @@ class RLTrainer(SavingTrainer):
     def _next_batch(self) -> Batch:
         """Return this step's batch on every rank, and request the batches ahead."""
         self._on_rank_0(self._take_batch, self._request_ahead)
-        is_here = self.args.process_index == 0
-        return broadcast_batch(self.batch if is_here else None, self.args.device)
+        self.evaluations.log_ended()
+        return broadcast_batch(self.batch if self.args.process_index == 0 else None)
 
     def _take_batch(self) -> None:
         """Wait for this step's batch. Request it first where none is pending: in the first step,
@@ -372,8 +375,7 @@ class RLTrainer(SavingTrainer):
         max_off_policy_steps steps that are not pending. With 0, servers sleep, if they can.
         """
         step, num_ahead = self.state.global_step, self.args.max_off_policy_steps
-        if self.evaluations.due is not None:  # also where no batch is requested
-            self._sync_weights()
+        self.evaluations.begin()  # also where no batch is requested
         last = min(step + num_ahead, self.args.max_steps - 1)
         for ahead in range(step + 1 + self.orchestrator.num_pending, last + 1):
             self._request(ahead)
@@ -383,20 +385,20 @@ class RLTrainer(SavingTrainer):
 
     def _request(self, step: int) -> None:
         """Request the batch of a step, of the weights that this step starts from."""
-        self._sync_weights()
+        self.push_weights()
+        self.evaluations.begin()
         version = self.weight_sync.policy_version or 0
         self.orchestrator.submit(step, self.weight_sync.model_name, version)
 
-    def _sync_weights(self) -> None:
-        """Send the weights of this step to the server, unless the server has them, and begin the
-        evaluation that is due. The policy version is the step's number.
+    def push_weights(self) -> None:
+        """Send the weights of this step to the server, unless the server has them. The policy
+        version is the step's number.
         """
         version = self.state.global_step
         if self.weight_sync.policy_version != version:
             self.evaluations.end()  # all of its rollouts have one version
             model = self.accelerator.unwrap_model(self.model)
             self._metrics |= self.weight_sync.push(model, version)
-        self.evaluations.begin(version)
 
     # --- Evaluations ------------------------------------------------------------------------------
 
@@ -419,10 +421,11 @@ class RLTrainer(SavingTrainer):
         def now() -> None:
             self.orchestrator.wait()
             self.evaluations.due = self.state.global_step
-            self._sync_weights()
+            self.evaluations.begin()
             self.evaluations.end()
 
-        return self._on_rank_0(now, prefix=metric_key_prefix)
+        self._on_rank_0(now)
+        return self.evaluations.log_ended(metric_key_prefix)
 
     def _evaluate(
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
@@ -438,18 +441,18 @@ class RLTrainer(SavingTrainer):
             self.evaluations.due = self.state.global_step
         if self.args.metric_for_best_model is not None:
             return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
-        return {}  # `_on_rank_0` logs the result later
+        return {}  # `_next_batch` logs the result later
 
     def end_evaluations(self) -> None:
         """Wait for the evaluations that run or are due, and log them. Every rank calls this."""
 
         def end() -> None:
-            if self.evaluations.due is not None:
-                self._sync_weights()
+            self.evaluations.begin()
             self.evaluations.end()
 
         if self.args.eval_strategy != "no":
             self._on_rank_0(end)
+            self.evaluations.log_ended()
 
     # --- The run ----------------------------------------------------------------------------------
 
@@ -471,14 +474,14 @@ class RLTrainer(SavingTrainer):
             raise RuntimeError(
                 "with DeepSpeed, train() works once per RLTrainer; make a new one, or resume"
             )
-        resume = enter_run_folder(self.args, resume_from_checkpoint)
+        resume, hosts = enter_run_folder(self.args, resume_from_checkpoint), host_group()
         with (
-            host_group(self.args) as hosts,
             self._interrupts.handled(hosts, self.is_world_process_zero()),
             self._serving(),
             self._files.open(),
             self.checkpoints.of_run(hosts, resume),
         ):
+            broadcast_outcome({})  # the others wait for rank 0, which has opened the environment
             try:
                 result = super().train(resume, *args, **kwargs)
             except Interrupted:
@@ -489,8 +492,9 @@ class RLTrainer(SavingTrainer):
                 self.weight_sync.policy_version = None  # the server has the last weights
             # First, because the server may be lost below.
             self.push_to_hub() if self.args.push_to_hub else self.checkpoints.save_final()
+            broadcast_outcome({})  # the others wait for rank 0, which has uploaded the model
             with suppress(Interrupted):  # the model is saved; `handled` raises it
-                self._on_rank_0(self._sync_weights)
+                self._on_rank_0(self.push_weights)
         return result
 
     def _base_of(self, model: Any) -> Any:
@@ -514,6 +518,7 @@ class RLTrainer(SavingTrainer):
         """Do as Trainer, but complete or not at all, after the evaluation of earlier weights."""
         if self.args.eval_strategy != "no":
             self._on_rank_0(self.evaluations.end)
+            self.evaluations.log_ended()
         self.checkpoints.save(partial(super()._save_checkpoint, *args, **kwargs))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -545,14 +550,10 @@ class RLTrainer(SavingTrainer):
         if self.is_deepspeed_enabled:
             self.checkpoints.can_repeat_step = False
 
-    def _on_rank_0(self, *jobs: Callable[[], None], prefix: str = "eval") -> dict[str, float]:
-        """Do these jobs on rank 0, one after the other, while the other ranks help to gather split
-        weights. Each is done again when the server was lost meanwhile and came back. An error is
-        raised behind a checkpoint of the steps so far.
-
-        Returns:
-            On every rank, the metrics of the evaluation of the current weights, if it has ended;
-            this method has logged them, with this prefix.
+    def _on_rank_0(self, *jobs: Callable[[], None]) -> None:
+        """Do these jobs on rank 0, one after the other, while the other ranks wait, and help to
+        gather split weights. Each is done again when the server was lost meanwhile and came back.
+        An error is raised behind a checkpoint of the steps so far.
 
         Raises:
             Interrupted: a signal has come to a rank.
@@ -566,10 +567,9 @@ class RLTrainer(SavingTrainer):
                     for job in jobs if self.is_world_process_zero() else ():
                         self._retry_when_server_lost(job)
             except BaseException as error:
-                broadcast_outcome(error, self.args.device)  # the others wait
+                broadcast_outcome(error)  # the others wait
                 raise
-            ended = self.evaluations.take_ended()
-        return self.evaluations.log(ended, prefix)
+            broadcast_outcome({})
 
     def _retry_when_server_lost(self, job: Callable[[], None]) -> None:
         """Do a job. If the server is lost meanwhile, wait until the server is back and do it again,

@@ -197,7 +197,7 @@ def enter_run_folder(args: Any, resume: bool | str | None) -> str | None:
                     _set_later_aside(checkpoint)
             found = {"checkpoint": checkpoint and str(checkpoint)}
     finally:  # rank 0 may give a checkpoint its name back, and rename others, so it alone looks
-        found = broadcast_outcome(found, args.device)
+        found = broadcast_outcome(found)
     return found["checkpoint"]
 
 

@@ -23,7 +23,12 @@ from transformers import PreTrainedModel, Trainer
 
 from verifiers_rl.config import ConfigError
 from verifiers_rl.data import example_index
-from verifiers_rl.distributed import broadcast_batch, broadcast_outcome, reduce_over_ranks
+from verifiers_rl.distributed import (
+    broadcast_batch,
+    broadcast_outcome,
+    connect_hosts,
+    reduce_over_ranks,
+)
 from verifiers_rl.losses import LossFn
 from verifiers_rl.models import absolute_path, tokenizer_of
 from verifiers_rl.process.terminal import print_all_characters
@@ -154,6 +159,7 @@ class SFTTrainer(RLTrainer):
                 "eval_strategy: there is nothing to evaluate on; give an eval_dataset (eval under "
                 "[data]), or set it to 'no'"
             )
+        connect_hosts(args)
         model = absolute_path(model)
         if processing_class is None:
             processing_class = tokenizer_of(model)
@@ -168,7 +174,7 @@ class SFTTrainer(RLTrainer):
                 held_out = tokens.of_rows(eval_dataset, "for evaluations", print)
             largest = tokens.largest
         found = broadcast_outcome(
-            {"num_rows": len(rows), "last_token": last_token, "largest": largest}, args.device
+            {"num_rows": len(rows), "last_token": last_token, "largest": largest}
         )
         self._steps_per_epoch = math.ceil(found["num_rows"] / args.batch_size)
         if args.max_steps == -1:
@@ -273,7 +279,7 @@ class SFTTrainer(RLTrainer):
         """
         args, model = self.args, self.model_wrapped
         batch = Batch(0, 0, self._held_out) if args.process_index == 0 else None
-        batch = broadcast_batch(batch, args.device)
+        batch = broadcast_batch(batch)
         sizes = batch.sizes
         weights = [1.0] * len(sizes.lengths)
         total = torch.zeros((), dtype=torch.float64, device=args.device)

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
+from verifiers_rl.distributed import host_group
 from verifiers_rl.option_rules import ConfigError
 from verifiers_rl.sync.plan import AdapterConfig, TransferPlan
 
@@ -290,28 +291,22 @@ def gathering(model: nn.Module, lora_sync: Literal["adapter", "merged"]) -> Iter
     is split over ranks, the other ranks wait here until rank 0 leaves, and take part in gathering
     each tensor.
     """
-    if not is_split(model):
+    hosts = host_group()
+    if hosts is None or not is_split(model):
         yield
     elif torch.distributed.get_rank() == 0:
         try:
             yield
         finally:
-            _announce(_END, model)
+            hosts.broadcast_number(_END)
     else:
         sources: list[Source] = []
         with torch.no_grad():
-            while (index := _announce(_END, model)) != _END:
+            while (index := hosts.broadcast_number(_END)) != _END:
                 # Only after rank 0 did the same: if an adapter is wrong, rank 0 says so.
                 sources = sources or list(what_to_send(model, lora_sync)[0].values())
                 sources[index].make()
         yield
-
-
-def _announce(index: int, model: nn.Module) -> int:
-    """Broadcast rank 0's index, and return it on every rank."""
-    number = torch.tensor(index, device=next(model.parameters()).device)
-    torch.distributed.broadcast(number, 0)
-    return int(number)
 
 
 @torch.no_grad()
@@ -324,12 +319,13 @@ def buckets_of(
     Yields:
         (bytes,) uint8 on the model's device, fresh memory each time.
     """
-    device, has_helpers, index = next(model.parameters()).device, is_split(model), 0
+    device, index = next(model.parameters()).device, 0
+    helpers = host_group() if is_split(model) else None
     for bucket in plan.buckets:
         buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=device)
         for name, view in bucket.views(buffer):
-            if has_helpers:
-                _announce(index, model)
+            if helpers is not None:
+                helpers.broadcast_number(index)
             view.copy_(sources[name].make())
             index += 1
         yield buffer
