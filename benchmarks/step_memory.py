@@ -4,10 +4,13 @@ have shapes and no data.
     python benchmarks/step_memory.py [--only 4B] [--samples 512]
 
 LoRA 16 on all linear layers of Qwen3's 0.6B, 4B and 8B, weights in bfloat16, on samples of prompts
-of 256 tokens that 16 replies share, the replies lognormal around 512 tokens. First comes, for a GPU
-of 24 and one of 80 GB, what the defaults choose there and the peak of its first microbatch, the
-largest; then, for the whole batch, kernels and bytes, and the seconds that an H100 needs at least:
-for each kernel its bytes at 3 TB/s, or the operations of its product at 790 TFLOP/s.
+that 16 replies share. Prompts are lognormal around 256 tokens, replies around 512. First comes, for
+a GPU of 24 and one of 80 GB, and for the 0.6 of these that a server leaves to the trainer, what the
+defaults choose there and the peak of the first microbatch, the largest, with all layers. Then come
+kernels, bytes and operations of all microbatches, with the tokens of a pass that 80 GB allow, and
+the seconds that an H100 needs at least: for each kernel its bytes at 3 TB/s, or its operations at
+790 TFLOP/s. These are counted for 4B, or the model of --only, with one layer and with two: each
+further layer adds as much as the second.
 
     before  8 samples of 2048 tokens a pass, no checkpoints; a call of attention for each sample,
             or a mask; PEFT's casts; the head in chunks of 2^26 logits, in torch's own kernels
@@ -15,7 +18,9 @@ for each kernel its bytes at 3 TB/s, or the operations of its product at 790 TFL
             in chunks of 2^28 logits, compiled
 
 A kernel is an operator that makes more than a view. What autograd keeps, and what is alive at a
-time, is the real thing: the model of transformers, PEFT, and this package's own forward.
+time, is the real thing: the model of transformers, PEFT, and this package's own plan and forward.
+The loss and the optimizer's step are not counted: they touch a number for each token, and 28 bytes
+for each trained weight.
 """
 
 import argparse
@@ -44,7 +49,7 @@ from peft.helpers import disable_input_dtype_casting
 from transformers import AutoModelForCausalLM, Qwen3Config, masking_utils
 
 from verifiers_rl.models import decoder_blocks, load_policy
-from verifiers_rl.packing import ModelSupport, collate, plan_batch
+from verifiers_rl.packing import Layout, ModelSupport, collate, plan_batch
 from verifiers_rl.types import Sample, SampleSizes
 
 SHAPES = {  # layers, width, width of the MLP, heads; whether embedding and head are one
@@ -52,17 +57,24 @@ SHAPES = {  # layers, width, width of the MLP, heads; whether embedding and head
     "4B": (36, 2560, 9728, 32, True),
     "8B": (36, 4096, 12288, 32, False),
 }
-VOCABULARY, BYTES_PER_S, FLOPS_PER_S = 151_936, 3e12, 790e12
+VOCABULARY, LONGEST, BYTES_PER_S, FLOPS_PER_S = 151_936, 2048, 3e12, 790e12
+GPUS = (0.6 * 24, 24, 0.6 * 80, 80)  # GB
 CONTEXT = 1e9  # bytes of CUDA itself
 FREE = ("empty", "empty_like", "empty_strided", "detach", "new_empty", "lift_fresh")
 
 
 class Counter(TorchDispatchMode):
-    """Counts kernels, the bytes that they read and write, and the most bytes alive at a time."""
+    """Counts kernels, the bytes that they read and write, their operations, and the most bytes
+    alive at a time.
+
+    Attributes:
+        pairs: of a query and a key that it sees, in varlen attention.
+        work: kernels, bytes, operations, and the seconds of a kernel's longer one, summed.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.kernels, self.moved, self.seconds, self.live, self.peak = 0, 0, 0.0, 0, 0
+        self.work, self.pairs, self.live, self.peak = np.zeros(4), 0.0, 0, 0
         self._alive: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,19 +88,21 @@ class Counter(TorchDispatchMode):
         name = func.overloadpacket._qualified_op_name.partition("::")[2]
         if name in FREE or (is_view and not func._schema.is_mutable):
             return result
-        flops = 0
+        flops = 0.0
         if name in ("mm", "addmm", "bmm"):
             a, b = given[-2:]
             flops = 2 * a.numel() * b.shape[-1]
+        elif "varlen_attn" in name:  # forward has two products, backward five
+            _, heads, size = given[0].shape
+            flops = (10 if "backward" in name else 4) * heads * size * self.pairs
         self.add([*given, *made], flops)
         return result
 
-    def add(self, touched: list[Tensor], flops: int = 0) -> None:
+    def add(self, touched: list[Tensor], flops: float = 0.0) -> None:
         moved = sum(
             min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in touched
         )
-        self.kernels, self.moved = self.kernels + 1, self.moved + moved
-        self.seconds += max(moved / BYTES_PER_S, flops / FLOPS_PER_S)
+        self.work += 1, moved, flops, max(moved / BYTES_PER_S, flops / FLOPS_PER_S)
 
     def _track(self, storage: Any) -> None:
         key, size = storage._cdata, storage.nbytes()
@@ -107,7 +121,9 @@ def tensors(tree: Any) -> list[Tensor]:
 
 
 class Attention(torch.autograd.Function):
-    """Stands for a fused kernel of SDPA: keeps queries, keys, values, bias and output."""
+    """Stands for a fused kernel of SDPA: keeps queries, keys, values, bias and output. With a bias
+    it computes all pairs, without one half of them.
+    """
 
     counter: Counter
 
@@ -115,14 +131,16 @@ class Attention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
         output, sums = torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float)
         bias = [] if mask is None else [mask.to(query.dtype)]
-        Attention.counter.add([query, key, value, *bias, output, sums])
+        ctx.flops = 4 * query.numel() * key.shape[-2] / (1 if bias else 2)
+        Attention.counter.add([query, key, value, *bias, output, sums], ctx.flops)
         ctx.save_for_backward(query, key, value, output, sums, *bias)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        made = [torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3]]
-        Attention.counter.add([*grads, *ctx.saved_tensors, *made])
+        saved = ctx.saved_tensors  # a checkpoint gives them once
+        made = [torch.empty_like(tensor) for tensor in saved[:3]]
+        Attention.counter.add([*grads, *saved, *made], 2.5 * ctx.flops)
         return *made, None
 
 
@@ -147,16 +165,17 @@ class Head(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        made = torch.empty_like(ctx.saved_tensors[0])
-        Head.counter.add([ctx.saved_tensors[0], made])
+        (logits,) = ctx.saved_tensors
+        made = torch.empty_like(logits)
+        Head.counter.add([logits, made])
         return made
 
 
-def make_policy(shape: str, args: RLConfig) -> Any:
+def make_policy(shape: str, args: RLConfig, num_layers: int | None = None) -> Any:
     layers, width, of_mlp, heads, is_tied = SHAPES[shape]
     config = Qwen3Config(
         vocab_size=VOCABULARY, hidden_size=width, intermediate_size=of_mlp, head_dim=128,
-        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=8,
+        num_hidden_layers=num_layers or layers, num_attention_heads=heads, num_key_value_heads=8,
         tie_word_embeddings=is_tied, max_position_embeddings=4096,
     )  # fmt: skip
     with torch.device("meta"):
@@ -182,10 +201,11 @@ def make_policy(shape: str, args: RLConfig) -> Any:
 def make_samples(number: int) -> list[Sample]:
     rng, samples = random.Random(0), []
     for group in range(number // 16):
+        prompt = min(int(rng.lognormvariate(math.log(256), 0.5)) + 1, 1024)
         for member in range(16):
-            length = min(int(rng.lognormvariate(math.log(512), 0.5)) + 1, 1792)
-            ids = np.concatenate([np.full(256, group), np.full(length, 1000 + member)])
-            mask = np.arange(len(ids)) >= 256
+            reply = min(int(rng.lognormvariate(math.log(512), 0.5)) + 1, LONGEST - prompt)
+            ids = np.concatenate([np.full(prompt, group), np.full(reply, 1000 + member)])
+            mask = np.arange(len(ids)) >= prompt
             sample = Sample(ids, mask, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32))
             sample.set_advantage(1.0)
             samples.append(sample)
@@ -193,7 +213,7 @@ def make_samples(number: int) -> list[Sample]:
 
 
 @contextmanager
-def as_on_a_gpu(is_after: bool, counter: Counter) -> Iterator[ModelSupport]:
+def as_on_a_gpu(is_after: bool, counter: Counter) -> Iterator[None]:
     """Let this package compute as it does on a GPU, or as it did."""
     Attention.counter = Head.counter = counter
     elements = 2**28 if is_after else 2**26
@@ -209,27 +229,50 @@ def as_on_a_gpu(is_after: bool, counter: Counter) -> Iterator[ModelSupport]:
     with ExitStack() as stack:
         for module, attribute, value in changes:
             stack.enter_context(patch.object(module, attribute, value))
-        yield ModelSupport("flat" if is_after else "packed", True, attention="sdpa")
+        yield
 
 
 def count(
-    policy: Any, args: RLConfig, samples: list[Sample], max_tokens: int, is_after: bool
+    policy: Any,
+    args: RLConfig,
+    samples: list[Sample],
+    max_tokens: int,
+    is_after: bool,
+    num: int | None = None,
 ) -> tuple[Counter, int]:
-    """Count forward and backward of the first microbatch. Return also how many there are."""
+    """Count forward and backward of the first `num` microbatches, or of all. Return also how many
+    there are.
+    """
     base, sizes = policy.get_base_model(), SampleSizes.of(samples)
     casts: Callable[..., Any] = disable_input_dtype_casting if is_after else nullcontext
+    layout: Layout = "flat" if is_after else "packed"
+    support = ModelSupport(layout, True, base.config.hidden_size, attention="sdpa")
+    plan = plan_batch(sizes, np.ones(len(samples), bool), max_tokens, 1, support)
     policy.train()
     policy.zero_grad()
     counter = Counter()
-    with as_on_a_gpu(is_after, counter) as support:
-        plan = plan_batch(sizes, np.ones(len(samples), bool), max_tokens, 1, support)
-        microbatch = collate(samples, plan.of_ranks[0][0], [1.0] * len(samples), 0, plan.num_shared)
-        with counter, casts(policy), torch.autocast("cpu", torch.bfloat16):
-            given, _ = forward.predict_targets(policy, base, microbatch, args, support, "value")
-            loss = given.sum()
-        with counter, casts(policy):
+    for rows in plan.of_ranks[0][:num]:
+        microbatch = collate(samples, rows, [1.0] * len(samples), 0, plan.num_shared)
+        lengths = [(part.stop - part.start, len(part.path)) for part in microbatch.segments]
+        counter.pairs = sum(own * (whole - own / 2) for own, whole in lengths)
+        with as_on_a_gpu(is_after, counter), counter, casts(policy):
+            with torch.autocast("cpu", torch.bfloat16):
+                given, _ = forward.predict_targets(policy, base, microbatch, args, support, "value")
+                loss = given.sum()
             loss.backward()
     return counter, len(plan.of_ranks[0])
+
+
+def work_of_batch(
+    shape: str, args: RLConfig, samples: list[Sample], max_tokens: int, is_after: bool
+) -> tuple[int, np.ndarray]:
+    """Return the number of microbatches, and `Counter.work` of all of them."""
+    works = []
+    for num_layers in (1, 2):
+        policy = make_policy(shape, args, num_layers)
+        found, num = count(policy, args, samples, max_tokens, is_after)
+        works.append(found.work)
+    return num, works[0] + (SHAPES[shape][0] - 1) * (works[1] - works[0])
 
 
 def main() -> None:
@@ -240,17 +283,20 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=512)
     options = parser.parse_args()
     samples = make_samples(options.samples)
-    args = RLConfig(use_cpu=True, bf16=True)
+    args = RLConfig(use_cpu=True, bf16=True, max_seq_len=LONGEST)
+    num_tokens = sum(len(sample.token_ids) for sample in samples)
+    print(f"{len(samples)} samples, {num_tokens:,} tokens, shared ones counted in each")
     forward.wrap_attention("sdpa")
     peaks, works = [], []
     for name in [options.only] if options.only else SHAPES:
         with FakeTensorMode(allow_non_fake_inputs=True):
             policy = make_policy(name, args)
             weights = sum(p.numel() * p.element_size() for p in policy.parameters())
-            found, num = count(policy, args, samples, args.token_budget, is_after=False)
-            peaks.append((name, "before", "any", args.token_budget, 0, weights, found.peak))
-            works.append((name, "before", num, found))
-            for gpu in (24, 80):
+            of_adamw = 8 * sum(p.numel() for p in policy.parameters() if p.requires_grad)
+            found, _ = count(policy, args, samples, args.token_budget, False, 1)
+            held = weights + of_adamw
+            peaks.append((name, "before", "any", args.token_budget, 0, held, found.peak))
+            for gpu in (size for size in GPUS if size * 1e9 > held + CONTEXT):
                 policy = make_policy(name, args)
                 blocks = decoder_blocks(policy.get_base_model())
                 free = int(gpu * 1e9 - weights - CONTEXT)
@@ -262,26 +308,34 @@ def main() -> None:
                 ):
                     tokens = forward.fit_step(policy, policy.get_base_model(), args)
                 num_layers = sum("forward" in vars(block) for block in blocks)
-                found, num = count(policy, args, samples, tokens, is_after=True)
-                peaks.append((name, "after", gpu, tokens, num_layers, weights, found.peak))
-            works.append((name, "after", num, found))
+                found, _ = count(policy, args, samples, tokens, True, 1)
+                peaks.append((name, "after", f"{gpu:g}", tokens, num_layers, held, found.peak))
+            if name == (options.only or "4B"):
+                for when, most in (("before", args.token_budget), ("after", tokens)):
+                    work = work_of_batch(name, args, samples, most, when == "after")
+                    works.append((name, when, *work))
     print(
-        "\n| model | | GB of the GPU | tokens a pass | layers again | weights GB | peak GB | fits |"
+        "\n| model | | GB of the GPU | tokens a pass | layers again | weights and AdamW GB "
+        "| peak GB | fits |"
     )
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for name, when, gpu, tokens, num_layers, weights, peak in peaks:
-        whole = (weights + peak + CONTEXT) / 1e9
-        fits = ", ".join(f"{size}" for size in (24, 80) if whole <= size) or "neither"
+    for name, when, gpu, tokens, num_layers, held, peak in peaks:
+        whole = (held + peak + CONTEXT) / 1e9
+        fits = ", ".join(f"{size:g}" for size in GPUS if whole <= size) or "none"
         print(
-            f"| {name} | {when} | {gpu} | {tokens:,} | {num_layers} | {weights / 1e9:.1f} "
+            f"| {name} | {when} | {gpu} | {tokens:,} | {num_layers} | {held / 1e9:.1f} "
             f"| {whole:.1f} | {fits} |"
         )
-    print("\n| model | | passes | kernels | TB read and written | s on an H100, at least |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for name, when, num, found in works:
+    print(
+        "\n| model | | passes | kernels | TB read and written | s at 3 TB/s | PFLOP "
+        "| s at 790 TFLOP/s | s, each kernel's longer |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for name, when, num, (kernels, moved, flops, seconds) in works:
         print(
-            f"| {name} | {when} | {num} | {num * found.kernels:,} | {num * found.moved / 1e12:.2f} "
-            f"| {num * found.seconds:.2f} |"
+            f"| {name} | {when} | {num} | {kernels:,.0f} | {moved / 1e12:.2f} "
+            f"| {moved / BYTES_PER_S:.2f} | {flops / 1e15:.2f} | {flops / FLOPS_PER_S:.2f} "
+            f"| {seconds:.2f} |"
         )
 
 

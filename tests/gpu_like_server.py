@@ -1,7 +1,7 @@
-"""`vf-vllm` on a CPU with two things that vLLM has on a GPU only: asynchronous scheduling, in which
-the engine schedules a step while the worker computes the one before, and the flag for sleep mode.
-On a CPU, a worker that is to sleep frees nothing, but the engine pauses, drops keys and values and
-wakes as on a GPU.
+"""`vf-vllm` on a CPU with what is there on a GPU only: asynchronous scheduling, in which the engine
+schedules a step while the worker computes the one before, the flag for sleep mode, and memory that
+a trainer on the same GPU can share. On a CPU, a worker that is to sleep frees nothing, but the
+engine pauses, drops keys and values and wakes as on a GPU.
 
     python -m tests.gpu_like_server --model MODEL [--enable-sleep-mode]
 """
@@ -11,7 +11,9 @@ import verifiers_rl  # noqa: F401 (before vLLM, for torchvision)
 # isort: split
 from vllm.platforms.cpu import CpuPlatform
 
+from tests.helpers import map_memory_of_cpu
 from verifiers_rl.inference.server import main
+from verifiers_rl.sync import nccl
 
 
 def be_like_a_gpu() -> None:
@@ -24,6 +26,7 @@ def be_like_a_gpu() -> None:
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
     CpuPlatform.is_sleep_mode_available = lambda self: True
+    nccl.map_in = map_memory_of_cpu  # workers are forks of this process
 
 
 if __name__ == "__main__":

@@ -305,6 +305,18 @@ def at_bucket(sync: Any, number: int, act: Callable[[], Any]) -> None:
     sync.begin_push, sync.send = begin, counted
 
 
+def share_memory_of_cpu(memory: torch.Tensor) -> list[Any]:
+    """In place of `nccl.share`. As long as its handles are."""
+    memory.share_memory_()
+    return [os.getpid(), *memory.untyped_storage()._share_fd_cpu_(), "0" * 128]
+
+
+def map_memory_of_cpu(handle: list[Any], device: torch.device) -> torch.Tensor:
+    """In place of `nccl.map_in`."""
+    pid, fd, size, _ = handle
+    return torch.from_file(f"/proc/{pid}/fd/{fd}", shared=True, size=size, dtype=torch.uint8)
+
+
 def make_gloo_group(store: Any, rank: int, world_size: int) -> GlooGroup:
     """In place of `make_nccl_group`: what stands in for NCCL's id is the path of a file by which
     the ranks find each other.

@@ -29,6 +29,7 @@ from tests.helpers import (
     load_example,
     make_tiny_moe,
     push_to,
+    share_memory_of_cpu,
     write_tiny_qwen3_5,
 )
 from verifiers_rl import RLConfig, RLTrainer, cispo
@@ -184,6 +185,23 @@ def test_full_weights_arrive_exactly_ten_times_in_a_row(full_server, connect):
         assert sync.client.status()["policy_version"] == version
     # All bytes, a tied head once: the embedding is shared.
     assert sync.plan.num_bytes == 4 * sum(p.numel() for p in model.parameters())
+
+
+def test_full_weights_arrive_exactly_through_memory_that_both_sides_share(
+    full_server, connect, monkeypatch
+):
+    """On a GPU that trainer and server share; here it is the CPU's."""
+    folder, server = full_server
+    model, sync = load(folder), connect(server)
+    status = sync.client.status
+    monkeypatch.setattr(sync.client, "status", lambda: status() | {"gpus": ["gpu-0"]})
+    monkeypatch.setattr("verifiers_rl.sync.weight_sync.gpu_uuid", lambda device: "gpu-0")
+    monkeypatch.setattr("verifiers_rl.sync.nccl.share", share_memory_of_cpu)
+    for version in range(3):
+        perturb(model, seed=version)
+        push_to(sync, model, version)
+        assert sync._nccl.way == "CUDA IPC" and len(sync.plan.buckets) > 3
+        assert largest_difference(model, server, sync.model_name) < 1e-4, version
 
 
 def test_adapters_arrive_exactly_ten_times_in_a_row(lora_server, connect):

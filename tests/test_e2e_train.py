@@ -22,6 +22,7 @@ from tests.helpers import (
     EXAMPLE_MODULE,
     ROOT,
     example_env,
+    load_example,
     write_environment,
 )
 from verifiers_rl import RLConfig, RLTrainer
@@ -485,3 +486,114 @@ def test_vf_rl_starts_a_killed_server_again_beside_a_teacher_and_training_goes_o
         log = tmp_path / "run" / "logs" / f"{name}.log"
         assert log.read_text().count("Application startup complete") == num_starts
     assert processes_of(tmp_path) == {}
+
+
+# --- A device that server and trainer share -------------------------------------------------------
+
+LIKE_A_GPU = """
+from verifiers_rl.cli import plan, rl
+
+command = plan.ServerPlan.command
+plan.ServerPlan.command = lambda *args: ["-m", "tests.gpu_like_server", *command(*args)[2:]]
+rl.main()
+"""
+
+# It notes the turns. In each phase of a turn it kills the server, and once itself.
+TAKES_TURNS = """
+import functools, os, signal, threading
+from pathlib import Path
+from tests.conftest import processes_of
+from verifiers_rl import RLTrainer
+from verifiers_rl.sync.weight_sync import WeightSync
+
+FOLDER = Path(__file__).parent
+sleep, send, finish_push = WeightSync.sleep, WeightSync.send, WeightSync.finish_push
+WeightSync.__init__ = functools.partialmethod(WeightSync.__init__, bucket_bytes=500_000)
+
+def note(text):
+    with (FOLDER / "turns").open("a") as file:
+        file.write(f"{text}\\n")
+
+def signal_to(name, number):
+    processes = processes_of(FOLDER)
+    os.kill(next(pid for pid, line in processes.items() if name in line), number)
+
+def kill_once(number, when, name="-m tests.gpu_like_server"):
+    if version != number or f"killed {when}" in (FOLDER / "turns").read_text():
+        return False
+    note(f"killed {when}")
+    signal_to(name, signal.SIGKILL)
+    return True
+
+class TakesTurns(RLTrainer):
+    def _sync_weights(self):
+        global version, num_sent
+        version, num_sent = self.state.global_step, 0
+        super()._sync_weights()
+
+def count_buckets(sync, bucket):
+    global num_sent
+    num_sent += 1
+    if num_sent == 3:
+        kill_once(3, "in a push")
+    send(sync, bucket)
+
+def note_push(sync):
+    finish_push(sync)
+    note(f"pushed {version}")
+
+def fall_asleep(sync):
+    if version == 0:  # its engine does not come to an end with it
+        signal_to("EngineCore", signal.SIGSTOP)
+        threading.Timer(0.5, kill_once, [0, "falling asleep"]).start()
+    sleep(sync)
+    note("asleep")
+    kill_once(1, "asleep")
+    kill_once(3, "with the trainer", "-m verifiers_rl.cli.train")
+
+WeightSync.send, WeightSync.finish_push = count_buckets, note_push
+WeightSync.sleep = fall_asleep
+"""
+
+
+def test_a_run_on_a_shared_device_goes_on_when_either_side_is_killed_in_a_phase(
+    tokenizer, tmp_path
+):
+    model = tmp_path / "model"
+    load_example("warm_start").make_model(tokenizer).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    no_evaluations = {"eval_on_start": "false", "eval_strategy": '"no"', "eval_steps": None}
+    toml = write_run(
+        tmp_path, model, max_steps=5, batch_size=32, max_off_policy_steps=0,
+        save_strategy='"steps"', save_steps=1, **no_evaluations,
+    )  # fmt: skip
+    edit(
+        toml,
+        ("[inference.args]", "[inference.args]\nenable_sleep_mode = true"),
+        ("[trainer]", '[trainer]\nclass = "turns:TakesTurns"'),
+    )
+    (tmp_path / "turns.py").write_text(TAKES_TURNS)
+    words = ["-c", LIKE_A_GPU, "@", str(toml), "--no-tmux"]
+    variables = {"VF_RL_TEST": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    with Started(
+        [sys.executable, *words], {**os.environ, **variables}, tmp_path / "output.log"
+    ) as run:
+        assert run.process.wait(900) == 128 + signal.SIGKILL, run.said()[-6000:]
+    assert run.said().count("the server ended with status 137; starting it again in 1 s") == 3
+    assert processes_of(tmp_path) == {}  # the server that slept has ended, too
+    done = run_python(*words, "--resume", **variables)
+    assert "the server ended" not in done.stdout
+    assert (tmp_path / "turns").read_text().splitlines() == [
+        "pushed 0", "killed falling asleep",
+        "pushed 1", "asleep", "killed asleep",
+        "pushed 2", "asleep", "killed in a push",
+        "pushed 3", "asleep", "killed with the trainer",
+        "pushed 3", "asleep",
+        "pushed 4", "asleep",
+        "pushed 5",
+    ]  # fmt: skip
+    rows = [row for row in rows_of(tmp_path / "run") if "reward" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert [row["policy_version"] for row in rows] == [0, 1, 2, 3, 4]
+    # What slept and woke samples with the weights of the push that woke it.
+    assert max(row["mismatch_kl"] for row in rows) < 1e-6

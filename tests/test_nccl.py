@@ -1,5 +1,6 @@
 """NCCL's transport: deadlines and what the others do. Groups that never complete, and Gloo, stand
-in for NCCL; the tests at the end need GPUs.
+in for NCCL, and memory of the CPU for that of a GPU that two processes share; the tests at the end
+need GPUs.
 """
 
 import os
@@ -13,7 +14,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.helpers import ROOT, make_gloo_group
+from tests.helpers import ROOT, make_gloo_group, map_memory_of_cpu, share_memory_of_cpu
 from verifiers_rl.sync import nccl
 from verifiers_rl.sync.shared_buffers import GivenUpError
 
@@ -223,6 +224,56 @@ def test_an_abort_that_hangs_holds_nobody_up(groups, monkeypatch, caplog):
         made[0].close()
         assert "did not abort within 0.1 s" in caplog.text
         freed.set()
+
+
+@pytest.fixture
+def shared_bucket(monkeypatch):
+    """The transports get a bucket of 8 bytes that both map, as on one GPU."""
+    monkeypatch.setattr(nccl, "share", share_memory_of_cpu)
+    monkeypatch.setattr(nccl, "map_in", map_memory_of_cpu)
+    monkeypatch.setattr(nccl, "make_nccl_group", partial(nccl.SharedBucket, CPU, 8))
+
+
+def test_a_bucket_that_two_processes_share_is_filled_again_when_it_was_taken(shared_bucket):
+    with ranks() as (made, _, _):
+        trainer, worker = made[0], made[1]
+        filled, taken, num_sent = trainer._group._bucket, worker._group._bucket, []
+        assert filled.data_ptr() != taken.data_ptr()
+
+        def send_all():
+            for number, num_bytes in ((1, 8), (2, 8), (3, 4)):
+                trainer.send(torch.full((num_bytes,), number, dtype=torch.uint8))
+                num_sent.append(number)
+
+        sending = threading.Thread(target=send_all)
+        sending.start()
+        for number, num_bytes in ((1, 8), (2, 8), (3, 4)):
+            deadline = time.monotonic() + 10
+            while filled[0] != number:  # it comes without the worker, and no other one does
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            time.sleep(0.05)
+            assert num_sent == [*range(1, number)] and taken[0] == number
+            buffer = worker.receive(num_bytes)()
+            assert buffer.tolist() == [number] * num_bytes
+        sending.join(10)
+        assert num_sent == [1, 2, 3] and taken.tolist() == [3] * 4 + [2] * 4
+        filled.zero_()
+        assert buffer.tolist() == [3] * 4  # the worker's own
+
+
+@pytest.mark.parametrize("case", ["not taken", "not filled", "left"])
+def test_a_bucket_for_which_the_other_side_does_nothing_ends_the_wait(shared_bucket, case):
+    with ranks(timeout_s=0.5) as (made, _, given_up):
+        if case == "left":
+            given_up.set()
+        of_trainer = partial(made[0].send, torch.zeros(4, dtype=torch.uint8))
+        error, seconds = error_of(of_trainer if case == "not taken" else made[1].receive(4))
+        if case == "left":
+            assert type(error) is GivenUpError
+        else:
+            assert type(error) is nccl.NcclError and "took longer than 0.5 s" in str(error)
+            assert 0.4 < seconds < 10
 
 
 def test_torch_is_told_to_leave_errors_to_us_while_the_group_is_made(monkeypatch):

@@ -686,16 +686,20 @@ def test_a_push_that_stalls_until_the_deadline_or_is_reset_is_a_lost_connection(
         assert time.monotonic() - start < 10
 
 
-def test_a_connection_over_nccl_hands_the_id_on_and_awaits_no_body(server_of_pushes):
-    unique_id, workers = bytes(range(128)), Workers(take=lambda number, shared: None)
+@pytest.mark.parametrize(("way", "length", "other"), [("nccl", 128, 129), ("ipc", 129, 128)])
+def test_a_connection_between_gpus_hands_the_id_on_and_awaits_no_body(
+    server_of_pushes, way, length, other
+):
+    unique_id, workers = bytes(range(length)), Workers(take=lambda number, shared: None)
     with server_of_pushes(workers) as (client, _, _engine):
-        hold, connection = connected(client, nccl_id=base64.b64encode(unique_id).decode())
-        (plan, address, nccl_id, _) = workers.connections[-1]
-        assert nccl_id == unique_id and address[2:] == [2, 0, 0] and plan == PLAN.model_dump_json()
+        fields = {f"{way}_id": base64.b64encode(unique_id).decode()}
+        hold, connection = connected(client, **fields)
+        (plan, address, given, _) = workers.connections[-1]
+        assert given == unique_id and address[2:] == [2, 0, 0] and plan == PLAN.model_dump_json()
         assert pushed(client, connection, b"").answer() == {"policy_version": 3}
-        for wrong in ("AAAA", "not base64", base64.b64encode(bytes(129)).decode()):
-            with pytest.raises(InferenceServerError, match="400: nccl_id="):
-                connected(client, nccl_id=wrong)
+        for wrong in ("AAAA", "not base64", base64.b64encode(bytes(other)).decode()):
+            with pytest.raises(InferenceServerError, match=f"400: {way}_id="):
+                connected(client, **{f"{way}_id": wrong})
         hold.close()
 
 

@@ -288,7 +288,10 @@ def test_weights_travel_in_bodies_of_several_buckets(sync_with, kind):
 class StubNccl:
     """A transport that carries nothing, and fails if it is told to, or once the server replies."""
 
-    def __init__(self, rank, world_size, device, timeout_s, is_given_up):
+    way = "NCCL"
+
+    def __init__(self, rank, world_size, device, timeout_s, is_given_up, make_group=None):
+        self.group = make_group
         self.ranks, self.error, self.is_abandoned = (rank, world_size), None, False
         self.waits_for_reply, self.has_reply = False, is_given_up
 
@@ -316,6 +319,41 @@ def over_nccl(monkeypatch, sync_with):
     sync, model = sync_with(), make_tiny_model()
     sync.connect(model, *what_to_send(model, "merged"))
     return sync, model
+
+
+@pytest.mark.parametrize(
+    ("gpus", "backend", "kind", "way"),
+    [
+        (["gpu-0"], "auto", "full", "ipc"),
+        (["gpu-0"], "auto", "merged", "ipc"),
+        (["gpu-0"], "auto", "adapter", None),
+        (["gpu-0"], "http", "full", None),
+        (["gpu-0", "gpu-0"], "auto", "full", None),
+        (["gpu-1"], "auto", "full", "nccl"),
+        ([None], "auto", "full", None),
+    ],
+)
+def test_all_weights_go_through_the_memory_of_a_gpu_that_both_sides_share(
+    monkeypatch, sync_with, gpus, backend, kind, way
+):
+    monkeypatch.setattr(weight_sync, "NcclTransport", StubNccl)
+    monkeypatch.setattr(weight_sync, "gpu_uuid", lambda device: "gpu-0")
+    sync, model = sync_with(), make_tiny_model()
+    sync.backend, fields = backend, {}
+    status, connect = sync.client.status(), sync.client.connect_weight_sync
+    sync.client.status = lambda: status | {"gpus": gpus}
+    sync.client.connect_weight_sync = lambda given, *rest: (
+        fields.update(given) or connect(given, *rest)
+    )
+    if kind != "full":
+        model = with_trained_adapter(model)
+    sync.connect(model, *what_to_send(model, kind if kind == "adapter" else "merged"))
+    assert [name for name in ("ipc_id", "nccl_id") if name in fields] == [f"{way}_id"] * bool(way)
+    assert (sync._nccl is None) == (way is None)
+    if way == "ipc":
+        largest = max(bucket.num_bytes for bucket in sync.plan.buckets)
+        assert sync._nccl.group.args == (torch.device("cpu"), largest)
+        assert sync._nccl.ranks == (0, 2)
 
 
 @pytest.mark.parametrize("has_nccl", [False, True])

@@ -232,7 +232,7 @@ def are_shared(counts: dict[str, int], ids: Sequence[str]) -> bool:
 
 def share_gpu(config: RunConfig, plans: Sequence[ServerPlan]) -> None:
     """Where server and trainer share a GPU, set what both need for that, unless the TOML does. Says
-    so in one line. The trainer finds out itself that weights travel over HTTP there, and how large
+    so in one line. The trainer finds out itself how weights travel there, and how large
     a step fits the memory that is left.
     """
     if not are_shared(num_gpus(config, plans), visible_gpus()):

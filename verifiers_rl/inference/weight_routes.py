@@ -1,8 +1,8 @@
 """The routes by which a trainer takes a server and sends it weights. All need the run's token.
 
-POST /weight_sync/connect   what each push will carry, and NCCL's unique id; the server belongs to
-                            this trainer until this request ends
-POST /weight_sync/receive   take one push: the body of this request, or NCCL's messages;
+POST /weight_sync/connect   what each push will carry, and NCCL's unique id, or CUDA IPC's handle;
+                            the server belongs to this trainer until this request ends
+POST /weight_sync/receive   take one push: the body of this request, or what comes over NCCL or IPC;
                             then drop cached prefixes and set the policy version
 POST /weight_sync/sleep     leave the GPU's memory to the trainer, until its next push or its end
 POST /weight_sync/join      another server wants to take part in the trainer's run
@@ -52,7 +52,9 @@ class Connection(BaseModel):
         trainer: its id, the same when it connects anew.
         name: of its process and machine, for people.
         timeout_s: deadline of connecting.
-        nccl_id: of the communicator that carries the weights; None if bodies of requests do.
+        nccl_id: of the communicator that carries the weights.
+        ipc_id: of a bucket on the GPU of both sides that does, JSON. With neither, bodies of
+            requests do.
     """
 
     trainer: str
@@ -60,6 +62,7 @@ class Connection(BaseModel):
     timeout_s: PositiveFloat
     plan: TransferPlan
     nccl_id: Annotated[Base64Bytes, Field(min_length=ID_BYTES, max_length=ID_BYTES)] | None = None
+    ipc_id: Annotated[Base64Bytes, Field(min_length=ID_BYTES + 1)] | None = None
 
 
 class Push(BaseModel):
@@ -186,7 +189,8 @@ class WeightRoutes:
             before.left.set()
         await self._wake()
         await self._set_version(None)
-        sizes = [bucket.num_bytes for bucket in plan.buckets] if new.nccl_id is None else []
+        unique_id = new.nccl_id or new.ipc_id
+        sizes = [bucket.num_bytes for bucket in plan.buckets] if unique_id is None else []
         # Of an adapter all buckets are here before generation pauses, of full weights two.
         num_buffers = len(sizes) if plan.adapter is not None else min(len(sizes), 2)
         num_workers = config.parallel_config.world_size_across_dp
@@ -196,7 +200,7 @@ class WeightRoutes:
             async with updating(engine, new.timeout_s):  # some engines step together
                 await self._let_work(
                     *(left(request), shared, new.timeout_s, "weight_sync_connect"),
-                    *(plan.model_dump_json(), address, new.nccl_id, new.timeout_s),
+                    *(plan.model_dump_json(), address, unique_id, new.timeout_s),
                 )
         hold.shared, self.hold = shared, hold
         if plan.adapter is not None:

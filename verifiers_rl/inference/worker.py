@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from verifiers_rl.inference.reloading import (
     repack_for_cpu,
     take_sinks,
 )
-from verifiers_rl.sync.nccl import NcclTransport, gpu_uuid
+from verifiers_rl.sync.nccl import ID_BYTES, NcclTransport, SharedBucket, gpu_uuid
 from verifiers_rl.sync.plan import AdapterConfig, TransferPlan, receive_buckets
 from verifiers_rl.sync.shared_buffers import SharedBuffers, attach
 
@@ -96,14 +96,15 @@ class WeightSyncWorker:
 
     @returning_error
     def weight_sync_connect(
-        self, plan: str, shared: list[int], nccl_id: bytes | None, timeout_s: float
+        self, plan: str, shared: list[int], unique_id: bytes | None, timeout_s: float
     ) -> None:
         """Remember what the trainer will send.
 
         Args:
             plan: the `TransferPlan` as JSON.
             shared: address of the memory shared with the server's process.
-            nccl_id: of the communicator to join; None if weights come in that memory.
+            unique_id: NCCL's, of the communicator to join, or a longer one of CUDA IPC; None if
+                weights come in that memory.
         """
         self._leave()  # the connection of a previous trainer
         self._weight_sync_plan = TransferPlan.model_validate_json(plan)
@@ -117,14 +118,16 @@ class WeightSyncWorker:
                     f"vLLM serves no adapter of {lost[:5]}; set lora_sync='merged', or leave them "
                     "out of lora_target_modules"
                 )
-        if nccl_id is not None:
+        if unique_id is not None:
+            is_ipc = len(unique_id) > ID_BYTES
             self._nccl = NcclTransport(
                 1 + self._number,
                 1 + parallel.world_size_across_dp,
                 self.device,
                 timeout_s,
-                nccl_id,
+                unique_id,
                 self._shared.is_given_up,
+                partial(SharedBucket, self.device, 0) if is_ipc else None,
             )
             self._nccl.wait_until_connected()
 

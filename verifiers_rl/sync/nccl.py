@@ -10,15 +10,19 @@ By default torch ends the whole process when a message of NCCL fails or takes lo
 group's timeout. A server would then die with its trainer. So here the group reports nothing and
 times nothing: this module asks whether a message is complete, looks at the clock and at whether
 the push was given up, and aborts the group itself.
+
+NCCL refuses two ranks on one GPU. There a group of our own takes its place, over CUDA IPC: its id
+is the handle of one bucket in the GPU's memory, which both processes map.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -88,6 +92,7 @@ class NcclTransport:
         unique_id: of a worker: what the trainer's `unique_id` returned.
         is_given_up: says whether to stop waiting, because another end has given up the push. The
             trainer stops when the server replies, because it does so early only to refuse.
+        make_group: in place of `make_nccl_group`, for CUDA IPC.
     """
 
     def __init__(
@@ -98,8 +103,9 @@ class NcclTransport:
         timeout_s: float,
         unique_id: bytes | None = None,
         is_given_up: Callable[[], bool] = lambda: False,
+        make_group: Callable[..., Any] | None = None,
     ) -> None:
-        self.device = device
+        self.device, self.way = device, "CUDA IPC" if make_group else "NCCL"
         self._timeout_s = timeout_s
         self._is_given_up = is_given_up
         self._lock = threading.Lock()  # two threads may close at once
@@ -114,7 +120,7 @@ class NcclTransport:
 
         def connect() -> None:
             try:
-                group = make_nccl_group(self._store, rank, world_size)
+                group = (make_group or make_nccl_group)(self._store, rank, world_size)
                 with self._lock:
                     self._group = group
                 if self._is_closed:
@@ -130,7 +136,8 @@ class NcclTransport:
     def unique_id(self) -> bytes:
         """Rank 0: return the id that the workers need; torch has drawn it by then, or failed."""
         self._wait_until(
-            lambda: self._store.check([ID_KEY]) or not self._thread.is_alive(), "NCCL's unique id"
+            lambda: self._store.check([ID_KEY]) or not self._thread.is_alive(),
+            f"{self.way}'s unique id",
         )
         return self._store.get(ID_KEY)
 
@@ -141,8 +148,8 @@ class NcclTransport:
             GivenUpError: `is_given_up` says so.
             NcclError: they did not come in time, or NCCL failed.
         """
-        self._wait_until(lambda: not self._thread.is_alive(), "connecting over NCCL")
-        self._finish(self._first, "connecting over NCCL")
+        self._wait_until(lambda: not self._thread.is_alive(), f"connecting over {self.way}")
+        self._finish(self._first, f"connecting over {self.way}")
 
     def send(self, buffer: Tensor) -> None:
         """Rank 0: send a uint8 buffer on this GPU; return when it may be filled again."""
@@ -167,7 +174,7 @@ class NcclTransport:
             raise self._closed_with(error) from error
 
         def wait_for_it() -> Tensor:
-            self._finish(work, "a message of weights over NCCL")
+            self._finish(work, f"a message of weights over {self.way}")
             return buffer
 
         return wait_for_it
@@ -203,7 +210,7 @@ class NcclTransport:
         """Close, and return what to raise: if another rank left, NCCL's error only follows."""
         follows = self._is_given_up()
         self.close()
-        return (GivenUpError if follows else NcclError)(f"NCCL failed: {error}")
+        return (GivenUpError if follows else NcclError)(f"{self.way} failed: {error}")
 
     def abandon(self) -> threading.Thread | None:
         """Abort what is under way, and do not wait for its end. For any thread."""
@@ -230,3 +237,71 @@ class NcclTransport:
                 logger.warning(
                     "NCCL did not abort within %g s; its memory stays taken", ABORT_DEADLINE_S
                 )
+
+
+# --- One GPU --------------------------------------------------------------------------------------
+
+_HEAD = 16  # bytes in front of a bucket: how many messages it was filled with, and how many taken
+
+
+def share(memory: Tensor) -> list[Any]:
+    """Return a handle of this GPU memory, of JSON's types, for `map_in` in another process."""
+    parts = memory.untyped_storage()._share_cuda_()
+    return [part.hex() if isinstance(part, bytes) else part for part in parts]
+
+
+def map_in(handle: Sequence[Any], device: torch.device) -> Tensor:
+    """Return the memory of another process on this GPU, which may have another number there."""
+    _, *parts = (bytes.fromhex(part) if isinstance(part, str) else part for part in handle)
+    storage = torch.UntypedStorage._new_shared_cuda(
+        torch.empty(0, device=device).get_device(), *parts
+    )
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+class SharedBucket:
+    """In place of NCCL's process group, between the trainer and the only worker on its GPU. It has
+    one message at a time, whose work it is itself. Rank 0 fills the bucket and counts that, rank 1
+    copies it and counts that. Each side's stream keeps the order.
+
+    Args:
+        device, num_bytes: of the bucket; rank 1 learns its size from the handle.
+        store: rank 0 puts the handle there, as JSON, where NCCL puts its id.
+    """
+
+    def __init__(
+        self, device: torch.device, num_bytes: int, store: dist.Store, rank: int, _: int
+    ) -> None:
+        self._rank, self._number = rank, 0
+        self._buffer: Tensor | None = None  # to be filled by rank 1
+        if rank == 0:
+            memory = torch.zeros(_HEAD + num_bytes, dtype=torch.uint8, device=device)
+            store.set(ID_KEY, json.dumps(share(memory)))
+        else:
+            memory = map_in(json.loads(store.get(ID_KEY)), device)
+        self._counts, self._bucket = memory[:_HEAD].view(torch.int64), memory[_HEAD:]
+
+    def broadcast(self, buffers: Sequence[Tensor], _: Any) -> SharedBucket:
+        (buffer,) = buffers
+        self._number += 1
+        if self._rank == 0:
+            self._bucket[: len(buffer)] = buffer
+            self._counts[0] = self._number
+        else:
+            self._buffer = buffer
+        return self
+
+    def is_completed(self) -> bool:
+        """Return whether rank 1 has a copy of the message, which it makes here."""
+        if self._counts[1 - self._rank] < self._number:
+            return False
+        if self._buffer is not None:
+            self._buffer.copy_(self._bucket[: len(self._buffer)])
+            self._counts[1] = self._number
+            self._buffer = None
+        return True
+
+    def wait(self) -> None:
+        """It is over, and there is nothing to report."""
+
+    abort = wait  # the memory goes with this object

@@ -4,7 +4,7 @@
     connect()      ── what will come, NCCL's unique id ────►  checks it  ───────►  remember it
     begin_push()   ── version n ───────────────────────────►
     send(bucket)   ── in the body of this request (HTTP) ──►  shared memory ────►  load
-                   ══════════ or from GPU to GPU (NCCL) ════════════════════════►  load
+                   ══════════ or from GPU to GPU (NCCL), or on one (CUDA IPC) ══►  load
     finish_push()  ◄── version n is loaded, cached prefixes are gone ──
     sleep()        ── on a GPU that both share ────────────►  frees the memory until the next push
 
@@ -32,6 +32,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
 from operator import methodcaller
 from typing import Any, Literal
 
@@ -44,7 +45,7 @@ from verifiers_rl.inference import (
     ServerLostError,
 )
 from verifiers_rl.process.waiting import WaitingLine
-from verifiers_rl.sync.nccl import NcclError, NcclTransport, gpu_uuid
+from verifiers_rl.sync.nccl import NcclError, NcclTransport, SharedBucket, gpu_uuid
 from verifiers_rl.sync.plan import ADAPTER_NAME, AdapterConfig, TransferPlan, digest_of
 from verifiers_rl.sync.shared_buffers import GivenUpError
 from verifiers_rl.sync.sources import Source, buckets_of, what_to_send
@@ -166,24 +167,29 @@ class WeightSync:
         status = self.client.status()
         self.plan = make_plan(sources, adapter, status, self.bucket_bytes)
         device = next(model.parameters()).device
-        backend = choose_backend(self.backend, gpu_uuid(device), status["gpus"])
+        own, gpus = gpu_uuid(device), status["gpus"]
+        backend: str = choose_backend(self.backend, own, gpus)
+        if own and gpus == [own] and self.backend == "auto" and adapter is None:
+            backend = "ipc"  # for an adapter, HTTP is as good
         fields = {
             "timeout_s": self.timeout_s,
             "trainer": self._trainer,
             "plan": self.plan.model_dump(),
         }
         self._request = None  # of the connection before
-        if backend == "nccl":
+        if backend != "http":
+            largest = max(bucket.num_bytes for bucket in self.plan.buckets)
             self._nccl = NcclTransport(
                 *(0, 1 + status["world_size"], device, self.timeout_s),
                 # If the server refuses, its workers join no collective.
                 is_given_up=lambda: self._request is not None and self._request.has_reply(),
+                make_group=partial(SharedBucket, device, largest) if backend == "ipc" else None,
             )
-            fields["nccl_id"] = base64.b64encode(self._nccl.unique_id()).decode()
+            fields[f"{backend}_id"] = base64.b64encode(self._nccl.unique_id()).decode()
         self._request = self._hold = self.client.connect_weight_sync(fields, self.timeout_s)
         self._hold.begin()
         if self._nccl is not None:
-            self._by_nccl(self._nccl.wait_until_connected)
+            self._by_nccl(self._nccl, self._nccl.wait_until_connected)
         self.connection = self._hold.answer(self._answer_s, stays_open=True)["connection"]
         self.num_pushes = 0
         logger.info(
@@ -212,7 +218,7 @@ class WeightSync:
         """Send the next bucket of the plan, packed: (bytes,) uint8."""
         nccl, request = self._nccl, self._request
         if nccl is not None:
-            self._by_nccl(lambda: nccl.send(bucket))
+            self._by_nccl(nccl, lambda: nccl.send(bucket))
         elif request is not None:
             array: Any = bucket.cpu().numpy()  # numpy's types lack the buffer protocol
             request.write(memoryview(array))
@@ -229,12 +235,12 @@ class WeightSync:
         """Deadline of a reply, behind the server's own deadlines, whose errors say more."""
         return 3 * self.timeout_s + 60.0
 
-    def _by_nccl(self, work: Callable[[], None]) -> None:
+    def _by_nccl(self, nccl: NcclTransport, work: Callable[[], None]) -> None:
         """Do our part of a collective. If that fails, the server's reply may say why."""
         try:
             work()
         except (NcclError, GivenUpError) as error:
-            reason = f"weights over NCCL to {self.client.base_url}: {error}"
+            reason = f"weights over {nccl.way} to {self.client.base_url}: {error}"
             if self._request is not None:
                 try:
                     self._request.answer(LAST_WORD_S)
