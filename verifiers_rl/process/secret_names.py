@@ -25,6 +25,19 @@ _SECRET_VALUE = re.compile(
     r"(?<![\w/.-])(sk|hf|ghp|gho|github_pat|glpat|xox[abp])[-_][\w-]{16,}(?![\w/-])"
 )
 
+# NAME = "VALUE", NAME: "VALUE", ["NAME"] = "VALUE" and NAME("VALUE") in a program.
+_NAMED_TEXT = re.compile(r"""(\w+)(["'\]]*\s*[:=(]\s*["'])([^"'\n]+)""")
+
+
+def without_secrets(text: str) -> str:
+    """Return a program, or what git says of one, with *** for what is a secret by `is_secret_key`
+    or has the form of one.
+    """
+    text = _SECRET_VALUE.sub("***", text)
+    return _NAMED_TEXT.sub(
+        lambda m: m[1] + m[2] + "***" if is_secret_key(m[1], m[3]) else m[0], text
+    )
+
 
 def listed() -> list[str]:
     """Return the names of the variables that came from an `env_file`."""
