@@ -58,7 +58,10 @@ def checked(loss_fn: LossFn, trainer: Any) -> LossFn:
                 if callable(part)
             ]
             random = rng_state()
-            problem = problem_of(loss_fn, inputs)
+            try:
+                problem = problem_of(loss_fn, inputs)
+            except Exception as error:  # of the user's code, which the whole has not raised
+                problem = f"for half of a microbatch it raises {error!r}"
             set_rng_state(random)
             for part, state in states:
                 part.load_state_dict(state)

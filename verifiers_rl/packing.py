@@ -462,9 +462,7 @@ def map_tensors(part: Any, function: Any) -> Any:
 
 def copy_to(part: Any, device: torch.device) -> Any:
     """Copy all tensors of a microbatch. From pinned memory, so the host does not wait for it."""
-
-    def copy(tensor: Tensor) -> Tensor:
-        pinned = tensor.pin_memory() if device.type == "cuda" else tensor
-        return pinned.to(device, non_blocking=True)
-
-    return map_tensors(part, copy)
+    is_cuda = device.type == "cuda"
+    return map_tensors(
+        part, lambda t: (t.pin_memory() if is_cuda else t).to(device, non_blocking=True)
+    )

@@ -26,17 +26,17 @@ _SECRET_VALUE = re.compile(
 )
 
 # NAME = "VALUE", NAME: "VALUE", ["NAME"] = "VALUE" and NAME("VALUE") in a program.
-_NAMED_TEXT = re.compile(r"""(\w+)(["'\]]*\s*[:=(]\s*["'])([^"'\n]+)""")
+_NAMED_TEXT = re.compile(r"""(\w+)["'\]]*\s*[:=(]\s*["']([^"'\n]{8,})""")
 
 
 def without_secrets(text: str) -> str:
-    """Return a program, or what git says of one, with *** for what is a secret by `is_secret_key`
-    or has the form of one.
+    """Return a program, or what git says of one, with *** for each text that has the name of a
+    secret in one place of it, and for what has the form of one.
     """
-    text = _SECRET_VALUE.sub("***", text)
-    return _NAMED_TEXT.sub(
-        lambda m: m[1] + m[2] + "***" if is_secret_key(m[1], m[3]) else m[0], text
-    )
+    for name, value in _NAMED_TEXT.findall(text):
+        if is_secret_key(name, value):
+            text = text.replace(value, "***")
+    return _SECRET_VALUE.sub("***", text)
 
 
 def listed() -> list[str]:

