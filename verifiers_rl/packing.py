@@ -27,7 +27,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -456,7 +456,7 @@ def map_tensors(part: Any, function: Any) -> Any:
         return {name: map_tensors(value, function) for name, value in part.items()}
     if is_dataclass(part):
         own = {field.name: getattr(part, field.name) for field in fields(part)}
-        return type(part)(**map_tensors(own, function))
+        return cast(Any, type(part))(**map_tensors(own, function))
     return part
 
 

@@ -110,7 +110,7 @@ class Sample:
     advantages: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
     rollout_id: int = field(default=-1, kw_only=True)
     group_id: int = field(default=-1, kw_only=True)
-    reward: float = field(default=math.nan, kw_only=True)
+    reward: np.float32 = field(default=np.float32(math.nan), kw_only=True)
     extras: dict[str, np.ndarray] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
