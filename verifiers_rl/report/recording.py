@@ -127,7 +127,7 @@ class RunFiles(TrainerCallback):
         write_metrics(target, rows)
         self._rows_before, self._has_begun = [], True
         remove_rollouts(self._folder, state.global_step)
-        before = read_run(self._folder) if state.global_step else {}
+        earlier = read_run(self._folder) if state.global_step else {}
         run = {
             "format": 2,
             "run_name": args.run_name,
@@ -136,14 +136,14 @@ class RunFiles(TrainerCallback):
             **describe_experiment(args),
             "changes": [],
             "status": "running",
-            "begun_at": before.get("begun_at") or time.time(),
+            "begun_at": earlier.get("begun_at") or time.time(),
             "ended_at": None,
             "pid": os.getpid(),
             "host": socket.gethostname(),
         }
         write_run(self._folder, run)
-        if before:
-            record_changes(self._folder, before, state.global_step)
+        if "changes" in earlier:
+            record_changes(self._folder, earlier, state.global_step)
         if args.log_rollouts:
             self._writer = RolloutWriter(self._folder, state.global_step + 1)
             self._thread = LoopThread("rollout writer")
