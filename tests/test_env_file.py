@@ -10,7 +10,7 @@ from verifiers_rl.cli.children import LocalChild
 from verifiers_rl.cli.config import load_run_config
 from verifiers_rl.cli.layers import TomlError, read_env_files
 from verifiers_rl.process import secret_names
-from verifiers_rl.process.secret_names import is_secret, is_secret_key
+from verifiers_rl.process.secret_names import is_secret, is_secret_key, without_secrets
 
 
 @pytest.fixture
@@ -118,3 +118,19 @@ def test_environments_get_them_and_other_children_and_programs_do_not(
 )
 def test_keys_that_hold_secrets_are_told_from_others(key, value, is_one):
     assert is_secret_key(key, value) == is_one
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ('api_key = "0123456789"  # 0123456789', 'api_key = "***"  # ***'),
+        ("env['OPENAI_API_KEY'] = 'abcdefgh'", "env['OPENAI_API_KEY'] = '***'"),
+        ('login("hf_AbCdEfGhIjKlMnOpQrStUv")', 'login("***")'),
+        ("+HF_TOKEN=hf_AbCdEfGhIjKlMnOpQrStUv", "+HF_TOKEN=***"),
+        ('db = "postgres://me:word@host/x"', 'db = "***"'),
+        ('pad_token = "<|endoftext|>"', None),
+        ("token = tokens[0]; api_key = read(path)", None),
+    ],
+)
+def test_programs_are_shown_without_their_secrets(text, shown):
+    assert without_secrets(text) == (shown or text)

@@ -1,9 +1,11 @@
 """What a run writes beside its metrics: run.json, rollouts, tables in trackers."""
 
+import hashlib
 import io
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -337,6 +339,34 @@ def test_a_checkpoint_waits_for_the_rollouts_of_its_steps(make, tmp_path):
 def test_no_secret_is_in_the_file_of_a_run(make, tmp_path):
     make(max_steps=1, hub_token="hf_very_secret", log_rollouts=0).train()
     assert "hf_very_secret" not in (tmp_path / "run" / "run.json").read_text()
+
+
+def test_a_resumed_run_says_and_records_what_was_changed(make, tmp_path, monkeypatch, caplog):
+    def git(*words):
+        return subprocess.run(["git", *words], cwd=tmp_path, check=True, capture_output=True).stdout
+
+    monkeypatch.setattr("sys.path", [str(tmp_path), *sys.path])
+    (tmp_path / "notes.txt").write_text("one\n")
+    git("init", "-q"), git("add", "notes.txt")
+    git("-c", "user.name=n", "-c", "user.email=e", "commit", "-qm", "first")
+    options = {"save_strategy": "steps", "save_steps": 1}
+    make(max_steps=1, **options).train()
+    run = read_run(tmp_path / "run")
+    commit = git("rev-parse", "HEAD").decode()
+    assert run["code"]["git"][1] == commit and run["changes"] == []
+    assert run["code"]["git"][0] == hashlib.sha256(commit.encode()).hexdigest()
+    (tmp_path / "notes.txt").write_text("two\n")
+    caplog.clear()
+    make(max_steps=2, temperature=0.5, **options).train(resume_from_checkpoint=True)
+    said = [text for text in caplog.messages if text.startswith("from step 1 on, ")]
+    assert said[:2] == [
+        "from step 1 on, max_steps=2; it was 1",
+        "from step 1 on, temperature=0.5; it was None",
+    ]
+    changes = {change.pop("name"): change for change in read_run(tmp_path / "run")["changes"]}
+    assert changes.keys() == {"max_steps", "temperature", "git"}
+    assert changes["max_steps"] == {"step": 1, "before": 1, "now": 2}
+    assert "\n-one\n+two\n" in changes["git"]["now"][1]
 
 
 def test_what_is_left_out_of_the_loss_is_said():

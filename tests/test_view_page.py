@@ -1,10 +1,12 @@
 """The page about runs in headless Chromium."""
 
+import hashlib
 import json
 import os
 import re
 import shutil
 import socket
+import sys
 import time
 
 import pytest
@@ -13,7 +15,7 @@ from playwright.sync_api import sync_playwright
 from tests.fake_run import write_fake_run
 from tests.test_rollouts import make_row, read, write_rows
 from tests.test_view import HOSTILE, serving, write_lines
-from verifiers_rl.report.run_folder import remove_rollouts, write_run
+from verifiers_rl.report.run_folder import read_run, remove_rollouts, write_run
 from verifiers_rl.view import browse, one_file
 from verifiers_rl.view.runs import Runs
 
@@ -149,6 +151,47 @@ def test_the_overview_shows_how_two_runs_are_and_leads_to_the_rollouts_of_a_step
     page.reload()
     see(page, "#chart-reward canvas")
     assert "runs=first" in page.url and page.locator(".card").count() == 1
+
+
+LOSS = """\
+from verifiers_rl.losses import reinforce
+
+api_key = "0123-the-key"
+
+
+def mine(inputs):
+    inputs.weights = inputs.weights * 1.0
+    return reinforce(inputs)
+"""
+
+
+def test_two_runs_that_differ_by_one_line_of_a_loss_are_told_apart(
+    open_page, make_trainer, monkeypatch, tmp_path
+):
+    code, runs = tmp_path / "code", tmp_path / "runs"
+    code.mkdir()
+    monkeypatch.syspath_prepend(code)
+    for name, line in (("first", "* 1.0"), ("second", "* 2.0")):
+        (code / "my_loss.py").write_text(LOSS.replace("* 1.0", line))
+        monkeypatch.delitem(sys.modules, "my_loss", raising=False)
+        shutil.rmtree(code / "__pycache__", ignore_errors=True)
+        options = {"loss": "my_loss:mine", "run_name": name, "max_steps": 1}
+        make_trainer(output_dir=str(runs / name), **options).train()
+    one_file.write_page(Runs([runs]), tmp_path / "page.html", 2_000_000)
+    with serving(runs) as client:
+        for address in (f"{client.base_url}/?token=secret-token", f"file://{tmp_path}/page.html"):
+            page = open_page(address)
+            see(page, ".diff pre")
+            rows = texts(page, "section[aria-label='Different options'] tbody tr")
+            assert [row.split("\t")[0] for row in rows] == ["code of my_loss"]
+            assert text(page, ".diff summary") == "my_loss: first → second"
+            assert texts(page, ".diff-old") == ["-     inputs.weights = inputs.weights * 1.0"]
+            assert texts(page, ".diff-new") == ["+     inputs.weights = inputs.weights * 2.0"]
+            go(page, "#/options", ".diff pre")
+            page.close()
+    digest, kept = read_run(runs / "second")["code"]["my_loss"]
+    assert digest == hashlib.sha256((code / "my_loss.py").read_bytes()).hexdigest()
+    assert kept == (code / "my_loss.py").read_text().replace("0123-the-key", "***")
 
 
 def test_no_part_scrolls_sideways_on_a_phone(open_page, address):

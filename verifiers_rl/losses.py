@@ -23,14 +23,17 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
+from verifiers_rl.types import Column
+
 # exp(20) is 5e8: far beyond any useful ratio, far below overflow in float32.
 MAX_LOG_RATIO = 20.0
 
 
 @dataclass(slots=True)
 class LossInputs:
-    """Flat tensors over the N >= 1 loss tokens of a microbatch. If a microbatch has none, the loss
-    is called with one other token, for the names of its metrics, and its result is not used.
+    """Flat tensors over the N >= 1 loss tokens of a microbatch, one sample after the other, and in
+    each sample from the first loss token to the last. If a microbatch has none, the loss is called
+    with one other token, for the names of its metrics, and its result is not used.
 
     Attributes:
         trainer_logprobs: (N,) float32, with gradient, at the sampling temperature.
@@ -46,7 +49,7 @@ class LossInputs:
             its adapter, or else the model that training started from. None unless the loss
             declares `@needs("reference_logprobs")`.
         extras: columns of the tokens that their samples have besides, (N, ...) by the name that
-            they have in `Sample.extras`.
+            they have in `Sample.extras`; and those that the loss declares, see `types.Column`.
     """
 
     trainer_logprobs: Tensor
@@ -75,7 +78,7 @@ class LossOutputs:
 
 LossFn = Callable[[LossInputs], LossOutputs]
 MaskFn = Callable[[LossInputs], Tensor]
-Need = Literal["entropy_gradient", "reference_logprobs", "nonzero_advantages"]
+Need = Literal["entropy_gradient", "reference_logprobs", "nonzero_advantages", Column]
 _T = TypeVar("_T", bound=Callable[..., Any])
 _R = TypeVar("_R")
 
@@ -87,7 +90,8 @@ def needs(*what: Need) -> Callable[[_T], _T]:
         what: "entropy_gradient" for an `entropy` with gradient; "reference_logprobs", which cost a
             forward pass under the reference, and without LoRA a copy of the model;
             "nonzero_advantages" if its gradient is zero at tokens with an advantage of 0: samples
-            that have no other tokens are then not computed.
+            that have no other tokens are then not computed; a `types.Column` to have it among the
+            `extras`.
     """
 
     if unknown := set(what) - set(get_args(Need)):

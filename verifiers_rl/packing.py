@@ -26,8 +26,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -357,7 +357,7 @@ def collate(
     used = [samples[i] for row in rows for i in row]
     shares = {i: int(num_shared[i]) for row in rows for i in row} if num_shared is not None else {}
     # At least 2, because a row of one token predicts nothing.
-    width = max([2, *(sum(len(samples[i].token_ids) - shares.get(i, 0) for i in r) for r in rows)])
+    width = max([2, *(sum(samples[i].num_tokens - shares.get(i, 0) for i in r) for r in rows)])
     shape = (max(len(rows), 1), width)
     input_ids = np.full(shape, pad_token_id)
     positions = np.arange(width)
@@ -378,7 +378,7 @@ def collate(
         path = positions[:0]
         for i in row:
             sample, common = samples[i], shares.get(i, 0)
-            start, stop = stop, stop + len(sample.token_ids) - common
+            start, stop = stop, stop + sample.num_tokens - common
             path = np.concatenate([path[:common], positions[start:stop]])
             input_ids[r, start:stop] = sample.token_ids[common:]
             position_ids[r, start:stop] = np.arange(common, len(path))
@@ -450,14 +450,21 @@ def _join_targets(parts: Sequence[dict[str, np.ndarray]]) -> Targets:
     return Targets(**own, extras=tensors)
 
 
+def map_tensors(part: Any, function: Any) -> Any:
+    """Return a dataclass, a dict or a tensor with what this function makes of each tensor."""
+    if isinstance(part, Tensor):
+        return function(part)
+    if isinstance(part, dict):
+        return {name: map_tensors(value, function) for name, value in part.items()}
+    if is_dataclass(part):
+        own = {field.name: getattr(part, field.name) for field in fields(part)}
+        return cast(Any, type(part))(**map_tensors(own, function))
+    return part
+
+
 def copy_to(part: Any, device: torch.device) -> Any:
     """Copy all tensors of a microbatch. From pinned memory, so the host does not wait for it."""
-    if isinstance(part, Tensor):
-        pinned = part.pin_memory() if device.type == "cuda" else part
-        return pinned.to(device, non_blocking=True)
-    if isinstance(part, dict):
-        return {name: copy_to(value, device) for name, value in part.items()}
-    if isinstance(part, Microbatch | Targets):
-        own = {field.name: getattr(part, field.name) for field in fields(part)}
-        return replace(part, **copy_to(own, device))
-    return part
+    is_cuda = device.type == "cuda"
+    return map_tensors(
+        part, lambda t: (t.pin_memory() if is_cuda else t).to(device, non_blocking=True)
+    )

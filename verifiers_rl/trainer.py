@@ -59,6 +59,7 @@ from verifiers_rl.evaluation import Evaluations
 from verifiers_rl.forward import predict_targets, try_model
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.logprobs import Entropy
+from verifiers_rl.loss_check import checked
 from verifiers_rl.losses import LossFn, LossInputs, adaptive_kl_of, needs_of, weigh_samples
 from verifiers_rl.models import absolute_path, check_policy, load_policy, tokenizer_of
 from verifiers_rl.orchestrator import Orchestrator
@@ -137,7 +138,7 @@ class RLTrainer(SavingTrainer):
         model = absolute_path(model)
         if processing_class is None:
             processing_class = tokenizer_of(model)
-        self.loss_fn = args.complete_loss(loss_fn)
+        self.loss_fn = checked(args.complete_loss(loss_fn), self)
         set_seed(args.seed)  # also determines the weights of a new adapter
         policy = load_policy(model, args, peft_config)
         check_policy(policy, args)
@@ -369,6 +370,7 @@ class RLTrainer(SavingTrainer):
         start = time.monotonic()
         self.batch = self.orchestrator.get()
         self._metrics["wait_s"] = time.monotonic() - start
+        self.batch.add_columns(needs_of(self.loss_fn))
 
     def _request_ahead(self) -> None:
         """Send the weights that this step starts from. Request the batches of the next

@@ -9,7 +9,7 @@ import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, get_args
 
 import numpy as np
 
@@ -27,6 +27,8 @@ MAX_MASK = 1024  # tokens that a sampling mask has at one position
 # The extras of a token that this library itself fills and reads.
 ROUTED_EXPERTS = "routed_experts"
 ALLOWED_TOKENS = "allowed_tokens"
+# What a loss can ask for of the sample of each token, as @needs("reward").
+Column = Literal["positions", "num_tokens", "rollout_id", "group_id", "reward"]
 Columns = dict[str, np.dtype]  # what a token has of each column: a number, or an array of numbers
 
 
@@ -84,6 +86,7 @@ class Sample:
             default.
         rollout_id: position of its rollout in the batch; -1: the sample is a rollout of its own.
         group_id: position of its group in the batch; -1: the sample is a group of its own.
+        reward: of its rollout; NaN if that is not in a batch.
         extras: whatever else belongs to the tokens, by name: (T, ...) numbers; -1 (or NaN) where a
             token has none. They travel with the sample. Those of this library:
             "routed_experts", (T, layers, top_k) int16: the experts that the server chose when it
@@ -107,21 +110,21 @@ class Sample:
     advantages: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
     rollout_id: int = field(default=-1, kw_only=True)
     group_id: int = field(default=-1, kw_only=True)
+    reward: np.float32 = field(default=np.float32(math.nan), kw_only=True)
     extras: dict[str, np.ndarray] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
         if not len(self.advantages):
-            self.advantages = np.zeros(len(self.token_ids), np.float32)
+            self.advantages = np.zeros(self.num_tokens, np.float32)
         for name, dtype in self.DTYPES.items():
             setattr(self, name, np.asarray(getattr(self, name), dtype))
         shapes = {name: getattr(self, name).shape for name in self.DTYPES}
-        if set(shapes.values()) != {(len(self.token_ids),)} or not len(self.token_ids):
+        if set(shapes.values()) != {(self.num_tokens,)} or not self.num_tokens:
             raise ValueError(f"Sample: all arrays must have one length >= 1, got {shapes}")
         for name, column in self.extras.items():
-            if len(column) != len(self.token_ids):
+            if len(column) != self.num_tokens:
                 raise ValueError(
-                    f"Sample: extras[{name!r}] of shape {column.shape} for "
-                    f"{len(self.token_ids)} tokens"
+                    f"Sample: extras[{name!r}] of shape {column.shape} for {self.num_tokens} tokens"
                 )
         if self.loss_mask[0]:
             raise ValueError(
@@ -129,8 +132,16 @@ class Sample:
             )
 
     @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
     def num_loss_tokens(self) -> int:
         return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def positions(self) -> np.ndarray:
+        return np.arange(self.num_tokens)
 
     def column(self, name: str) -> np.ndarray | None:
         """Return one of the five arrays, or of the extras; None if the sample does not have it."""
@@ -141,7 +152,7 @@ class Sample:
         values = np.asarray(advantage, np.float32)
         if values.shape not in ((), self.loss_mask.shape):
             raise ValueError(
-                f"advantages of shape {values.shape} for a sample of {len(self.token_ids)} tokens"
+                f"advantages of shape {values.shape} for a sample of {self.num_tokens} tokens"
             )
         self.advantages = np.where(self.loss_mask, values, np.float32(0))
 
@@ -185,7 +196,7 @@ def join_samples(samples: Sequence[Sample], columns: Columns, flat: np.ndarray) 
         columns: those of the samples, or more.
         flat: (B,) uint8, B at least `token_bytes` for each token.
     """
-    lengths = [len(sample.token_ids) for sample in samples]
+    lengths = [sample.num_tokens for sample in samples]
     for name, column in _views(flat, columns, sum(lengths)).items():
         lay_out([*zip(lengths, (s.column(name) for s in samples), strict=True)], column)
 
@@ -265,7 +276,7 @@ class Rollout:
             ValueError: there are more or fewer advantages than tokens.
         """
         values = np.asarray(advantage, np.float64)
-        lengths = [len(sample.token_ids) for sample in self.samples]
+        lengths = [sample.num_tokens for sample in self.samples]
         if not lengths and not values.size:  # nothing was sampled
             return
         if values.ndim and len(values) != sum(lengths):
@@ -326,7 +337,7 @@ class SampleSizes:
     def of(cls, samples: Sequence[Sample]) -> SampleSizes:
         numbers = [
             (
-                len(s.token_ids),
+                s.num_tokens,
                 s.num_loss_tokens,
                 s.rollout_id if s.rollout_id >= 0 else -1 - i,
                 s.group_id if s.group_id >= 0 else -1 - i,
@@ -387,6 +398,15 @@ class Batch:
             group, last = group + (own != last), own  # its rollouts are neighbours
             for sample in rollout.samples:
                 sample.rollout_id, sample.group_id = number, group
+                sample.reward = np.float32(rollout.reward)
+
+    def add_columns(self, names: frozenset[str]) -> None:
+        """Add each `Column` that is among these names to the extras of the samples, on rank 0. It
+        has the sample's attribute for each token.
+        """
+        for name in names.intersection(get_args(Column)):
+            for sample in self.samples:
+                sample.extras[name] = np.full(sample.num_tokens, getattr(sample, name))
 
     @property
     def sizes(self) -> SampleSizes:

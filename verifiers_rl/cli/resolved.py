@@ -11,8 +11,8 @@ from typing import Any
 from verifiers_rl.cli.config import TrainConfig
 from verifiers_rl.cli.layers import COMMAND_LINE
 from verifiers_rl.process.secret_names import is_secret_key
+from verifiers_rl.report.run_folder import RESOLVED
 
-RESOLVED = "resolved.toml"  # in the run's folder
 # Flags and options that may be a path, which is relative to where vf-rl was started.
 PATHS = (
     *("deepspeed", "fsdp_config", "accelerator_config", "resume_from_checkpoint"),

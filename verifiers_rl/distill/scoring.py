@@ -52,7 +52,7 @@ def teacher_advantages(
     for sample, theirs in zip(samples, teacher_logprobs, strict=True):
         if theirs.shape != sample.token_ids.shape:
             raise ValueError(
-                f"{len(theirs)} teacher logprobs for a sample of {len(sample.token_ids)} tokens"
+                f"{len(theirs)} teacher logprobs for a sample of {sample.num_tokens} tokens"
             )
         is_scored = sample.loss_mask & (sample.policy_versions >= 0)
         gap = np.where(is_scored, sample.inference_logprobs.astype(np.float64) - theirs, 0.0)

@@ -142,7 +142,7 @@ def pack_group(group: Sequence[Rollout]) -> tuple[dict[str, Any], np.ndarray]:
     description and its traceback, because its class may be known to this process only.
     """
     samples = [sample for rollout in group for sample in rollout.samples]
-    lengths, columns = [len(sample.token_ids) for sample in samples], columns_of(samples)
+    lengths, columns = [sample.num_tokens for sample in samples], columns_of(samples)
     content = np.empty(sum(lengths) * token_bytes(columns), np.uint8)
     join_samples(samples, columns, content)
     rollouts = []

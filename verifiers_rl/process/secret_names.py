@@ -25,6 +25,19 @@ _SECRET_VALUE = re.compile(
     r"(?<![\w/.-])(sk|hf|ghp|gho|github_pat|glpat|xox[abp])[-_][\w-]{16,}(?![\w/-])"
 )
 
+# NAME = "VALUE", NAME: "VALUE", ["NAME"] = "VALUE" and NAME("VALUE") in a program.
+_NAMED_TEXT = re.compile(r"""(\w+)["'\]]*\s*[:=(]\s*["']([^"'\n]{8,})""")
+
+
+def without_secrets(text: str) -> str:
+    """Return a program, or what git says of one, with *** for each text that has the name of a
+    secret in one place of it, and for what has the form of one.
+    """
+    for name, value in _NAMED_TEXT.findall(text):
+        if is_secret_key(name, value):
+            text = text.replace(value, "***")
+    return _SECRET_VALUE.sub("***", text)
+
 
 def listed() -> list[str]:
     """Return the names of the variables that came from an `env_file`."""

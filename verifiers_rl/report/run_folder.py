@@ -23,6 +23,7 @@ from verifiers_rl.process.disk import restore_replaced
 
 RUN = "run.json"
 METRICS = "metrics.jsonl"
+RESOLVED = "resolved.toml"
 ROLLOUTS = "rollouts"  # a folder of files, see rollouts.py
 ADAPTER = "adapter_config.json"
 CARD = "README.md"

@@ -16,7 +16,7 @@ import os
 import re
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,10 @@ def write_page(runs: Runs, target: Path, max_bytes: int) -> list[str]:
     if not found:
         raise ViewError("there is no run in these folders; a run has metrics.jsonl or run.json")
     room, page, parts = float(max_bytes), b"", []
+    codes = [run.code() for run in found]
+    different = {n for code in codes for n in code if len({one.get(n) for one in codes}) > 1}
     for _ in range(_TRIES):
-        more = [_describe(run, room / len(found)) for run in found]
+        more = [_describe(run, room / len(found), different) for run in found]
         larger = make_page({"made_at": time.time(), "version": _version(), "runs": more})
         spare = max_bytes - len(larger)
         if spare >= 0:
@@ -92,11 +94,14 @@ def _is_whole(parts: list[dict[str, Any]]) -> bool:
     return all(len(part["rollouts"]) == part["state"]["num_rollouts"] for part in parts)
 
 
-def _describe(run: Run, room: float) -> dict[str, Any]:
-    """Return what the page has of a run: see `static/source.js`."""
+def _describe(run: Run, room: float, different: Set[str]) -> dict[str, Any]:
+    """Return what the page has of a run: see `static/source.js`. Of its code only what is different
+    in another run.
+    """
     part: dict[str, Any] = {
         "state": run.state(),
         "metrics": thinned(run.metrics()),
+        "code": {name: text for name, text in run.code().items() if name in different},
         "rewards": None,
         "rollouts": [],
         "tokens": {},

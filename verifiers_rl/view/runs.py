@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import pyarrow
 
 from verifiers_rl.report.run_folder import METRICS, ROLLOUTS, RUN
-from verifiers_rl.view.files import RolloutFile, Rollouts, stamp_of
+from verifiers_rl.view.files import RolloutFile, Rollouts, Stamp, stamp_of
 
 MAX_RUNS = 500  # of a folder of runs
 _DEPTH = 4  # of folders in a folder of runs
@@ -121,6 +121,7 @@ class Run:
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
         self._metrics = MetricsFile(folder / METRICS)
+        self._read: tuple[Stamp, dict[str, Any]] | None = None  # run.json
         self._lock = threading.Lock()
         self._files: dict[Path, RolloutFile] = {}
         self._broken: list[str] = []  # which files cannot be read, and why
@@ -130,12 +131,13 @@ class Run:
     def state(self) -> dict[str, Any]:
         """Return what the page shows of the run as a whole, as JSON can have it.
 
-        Keys: `name`, `run` (of run.json), `status` (see `_status`), `step`, `written_at` (unix
-        seconds, None if there are no files), `num_rollouts`, `envs` (once rollouts were read),
-        `rows` (lines of metrics), `generation` (changes when lines were removed), `problems`.
+        Keys: `name`, `run` (of run.json; of code only the hashes), `status` (see `_status`),
+        `step`, `written_at` (unix seconds, None if there are no files), `num_rollouts`, `envs`
+        (once rollouts were read), `rows` (lines of metrics), `generation` (changes when lines were
+        removed), `problems`.
         """
         problems = []
-        run, problem = _read_run(self.folder)
+        run, problem = self._run()
         problems += [problem] if problem else []
         with self._lock:
             metrics = self._metrics.refresh()
@@ -151,7 +153,9 @@ class Run:
         status = _status(run, written_at)
         return {
             "name": self.name,
-            "run": {key: value for key, value in run.items() if key not in ("pid", "host")},
+            "run": {
+                key: _hashes(value) for key, value in run.items() if key not in ("pid", "host")
+            },
             "status": status,
             "step": step,
             "written_at": written_at or None,
@@ -161,6 +165,25 @@ class Run:
             "generation": generation,
             "problems": problems,
         }
+
+    def code(self) -> dict[str, str]:
+        """Return the texts of the run's code, by name."""
+        code = self._run()[0].get("code")
+        known = code.items() if isinstance(code, dict) else ()
+        return {name: value[1] for name, value in known if _is_source(value)}
+
+    def _run(self) -> tuple[dict[str, Any], str]:
+        """Return run.json, which is read again when it has changed, and what is wrong with it."""
+        try:
+            stamp = stamp_of(self.folder / RUN)
+        except OSError:
+            return _read_run(self.folder)
+        if self._read is None or self._read[0] != stamp:
+            run, problem = _read_run(self.folder)
+            if problem:
+                return run, problem
+            self._read = stamp, run
+        return self._read[1], ""
 
     def metrics(self, generation: int = -1, start: int = 0) -> dict[str, Any]:
         """Return the lines of metrics.jsonl from `start` on as columns; all lines if `generation`
@@ -315,6 +338,20 @@ def _read_run(folder: Path) -> tuple[dict[str, Any], str]:
     except (OSError, ValueError) as error:
         return {}, f"{RUN} cannot be read: {error}"
     return (run, "") if isinstance(run, dict) else ({}, f"{RUN} is no JSON object")
+
+
+def _is_source(value: Any) -> bool:
+    """Return whether this is the hash and the text of some code."""
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(v, str) for v in value)
+
+
+def _hashes(value: Any) -> Any:
+    """Return a value of run.json with the hash in place of each source."""
+    if _is_source(value):
+        return value[0]
+    if isinstance(value, dict):
+        return {key: _hashes(inner) for key, inner in value.items()}
+    return [_hashes(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _status(run: dict[str, Any], written_at: float) -> str:

@@ -146,6 +146,9 @@ def make_app(runs: Runs, token: str) -> Starlette:
         # Its values are checked already, and there may be very many.
         return Response(json.dumps(found), media_type="application/json")
 
+    def code(request: Request) -> Response:
+        return _json(_run_of(runs, request).code())
+
     def rollouts(request: Request) -> Response:
         wanted = Filter.parse(request.query_params)
         start = _number(request.query_params, "start", 0)
@@ -181,6 +184,7 @@ def make_app(runs: Runs, token: str) -> Starlette:
             Route("/static/{name:path}", send_file),
             Route("/api/runs", all_runs),
             Route("/api/metrics", metrics),
+            Route("/api/code", code),
             Route("/api/rollouts", rollouts),
             Route("/api/rollout", of_one(rollout_of)),
             Route("/api/group", of_one(group_of)),

@@ -2,6 +2,7 @@
 // defaults.
 
 import { asText, formatTime, h } from "./dom.js";
+import { codeDifferences, codeOf } from "./diff.js";
 import { swatch } from "./runs.js";
 
 // Rows {name, values}: a text for each run, undefined where the option has its default.
@@ -18,7 +19,13 @@ export function optionRows(runs) {
       .filter((name) => !["max_steps", "output_dir", "run_name"].includes(name))
       .map((name) => row(name, (run) => argsOf(run)[name])),
     ...names(versionsOf).map((name) => row(`version of ${name}`, (run) => versionsOf(run)[name])),
+    ...names(codeOf).map((name) => row(`code of ${name}`, (run) => short(codeOf(run)[name]))),
   ];
+}
+
+// The begin of a hash.
+function short(value) {
+  return typeof value === "string" && /^[0-9a-f]{64}$/.test(value) ? value.slice(0, 10) : value;
 }
 
 function optionText(value) {
@@ -65,6 +72,22 @@ export function optionTable(app, rows, label) {
   );
 }
 
+// What the shown runs have changed where they were resumed.
+function changesOf(runs) {
+  const lines = runs.flatMap((run) =>
+    (Array.isArray(run.run.changes) ? run.run.changes : []).map(({ step, name, before, now }) =>
+      h(
+        "li",
+        {},
+        `${run.name}, from step ${step} on: ${name} = ${asText(short(now) ?? "default")}; it was ${asText(short(before) ?? "default")}`,
+      ),
+    ),
+  );
+  return lines.length
+    ? h("section", { class: "panel changes" }, h("h3", {}, "Changed when resumed"), h("ul", {}, lines))
+    : "";
+}
+
 export function mountOptions(root, app) {
   const body = h("div", {});
   root.append(h("h2", { class: "part-title" }, "Options"), body);
@@ -84,7 +107,7 @@ export function mountOptions(root, app) {
       { name: "environments", values: shown.map((run) => run.envs.join(", ")) },
     ].map((row) => ({ ...row, values: row.values.map((value) => value || "–") }));
     body.replaceChildren(
-      h("p", { class: "quiet" }, "Options of RLConfig that differ from their defaults, from run.json."),
+      h("p", { class: "quiet" }, "Options of RLConfig that differ from their defaults, versions and code, from run.json."),
       ...(shown.length > 1
         ? [
             h(
@@ -92,7 +115,7 @@ export function mountOptions(root, app) {
               { class: "panel" },
               h("h3", {}, "What differs"),
               different.length
-                ? optionTable(app, different, "Options that differ")
+                ? [optionTable(app, different, "Options that differ"), codeDifferences(app)]
                 : h("p", { class: "quiet" }, "No option differs between these runs."),
             ),
             h(
@@ -104,6 +127,7 @@ export function mountOptions(root, app) {
           ]
         : [h("section", { class: "panel" }, optionTable(app, rows, "Options"))]),
       h("section", { class: "panel" }, h("h3", {}, "The runs"), optionTable(app, times, "The runs")),
+      changesOf(shown),
     );
   }
 

@@ -15,6 +15,7 @@ import {
 import { Chart, smoothed } from "./charts.js";
 import { aboutMetric, attention, inSections } from "./metrics.js";
 import { statusOf, swatch } from "./runs.js";
+import { codeDifferences } from "./diff.js";
 import { differences, optionTable } from "./options.js";
 import { rewardMap } from "./reward_map.js";
 
@@ -200,7 +201,7 @@ export function mountOverview(root, app) {
       different.replaceChildren(
         h("h2", {}, "What differs"),
         rows.length
-          ? optionTable(app, rows, "Options that differ")
+          ? h("div", {}, optionTable(app, rows, "Options that differ"), codeDifferences(app))
           : h("p", { class: "quiet" }, "No option differs between these runs."),
       );
     }

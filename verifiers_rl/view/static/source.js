@@ -21,6 +21,11 @@ export class ServerSource {
     return (await this.#ask("metrics", { run, generation, start })).json();
   }
 
+  // The texts of a run's code, by name.
+  async code(run) {
+    return (await this.#ask("code", { run })).json();
+  }
+
   // Pages of a list are of the first `upto` rollouts, those that were there at its first page.
   async rollouts(run, filter, start, upto, signal) {
     return (await this.#ask("rollouts", { run, ...filter, start, upto }, {}, signal)).json();
@@ -99,6 +104,10 @@ export class PageSource {
 
   async metrics(run) {
     return this.#runs.get(run).metrics;
+  }
+
+  async code(run) {
+    return this.#runs.get(run).code;
   }
 
   async rewards(run) {
