@@ -285,7 +285,8 @@ def main(argv: list[str]) -> int:
     Args:
         argv: what follows `replay`.
     """
-    parser = argparse.ArgumentParser(prog="vf-rl replay", description=__doc__)
+    about = "What losses make of one step of a run. Nothing is sampled."
+    parser = argparse.ArgumentParser(prog="vf-rl replay", description=about)
     parser.add_argument("folder", type=Path, metavar="RUN", help="the folder of a run")
     parser.add_argument("--step", type=int, required=True, help="from 1, as in metrics.jsonl")
     each: dict[str, Any] = {"action": "append", "default": [], "metavar": "NAME"}
