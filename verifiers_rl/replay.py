@@ -10,6 +10,7 @@ of a step is the trainer's: packing, forward, normalisation, clipping. Nothing i
 from __future__ import annotations
 
 import argparse
+import gc
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -185,6 +186,8 @@ def replay(
             batch = make_batch(rows, step, args.make_advantage() if advantage else None)
             trainer = kind(model, None, args, orchestrator=none, weight_sync=none)
             outcome = replay_step(trainer, batch, str(checkpoint) if step > 1 else None)
+        del trainer
+        gc.collect()  # it is in cycles, and the next one needs its memory
         if (moved := outcome.metrics[0]["moved"]) > MAX_MOVED:
             raise ConfigError(
                 f"--step {step}: logprobs are {moved:.2g} nats away from those that it had; has "
@@ -280,11 +283,7 @@ def table_of(outcomes: Mapping[str, Outcome]) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Print the table. Returns the exit status.
-
-    Args:
-        argv: what follows `replay`.
-    """
+    """Print the table for these words behind `replay`. Returns the exit status."""
     about = "What losses make of one step of a run. Nothing is sampled."
     parser = argparse.ArgumentParser(prog="vf-rl replay", description=about)
     parser.add_argument("folder", type=Path, metavar="RUN", help="the folder of a run")
