@@ -59,7 +59,7 @@ def test_all_public_names_exist():
 
 PURE = ("advantages", "data", "logprobs", "losses", "packing", "types")
 ROOMS = ("envs", "inference", "report", "sync")
-LEAVES = ("cluster", "distill", "sft", "view")
+LEAVES = ("cluster", "distill", "replay", "sft", "view")
 
 
 def modules() -> dict[str, Path]:
@@ -212,6 +212,7 @@ LEARNS = (
     [
         ("view", "view runs", "", "vf-rl view needs verifiers_rl.view"),
         ("sft", "generate", "", "vf-rl generate needs verifiers_rl.sft"),
+        ("replay", "replay run --step 1", "", "vf-rl replay needs verifiers_rl.replay"),
         ("distill", "@ rl.toml", LEARNS, "distillation needs verifiers_rl.distill"),
         (
             "cluster",

@@ -53,6 +53,7 @@ USAGE = (
     "       vf-rl --eject [DIR]\n"
     "       vf-rl generate @ config.toml -n 4 --min-reward 1.0 -o data.jsonl\n"
     "       vf-rl view RUN... [-o page.html]\n"
+    "       vf-rl replay RUN --step 40 --loss my_loss:a --loss ppo\n"
     "A KEY is one of the TOML's, such as trainer.args.max_steps; it replaces the files' value."
 )
 
@@ -78,6 +79,8 @@ def run() -> int:
     """
     if sys.argv[1:2] == ["view"]:
         return look_at_runs(sys.argv[2:])
+    if sys.argv[1:2] == ["replay"]:
+        return load_leaf("replay", "vf-rl replay").main(sys.argv[2:])
     if sys.argv[1:2] == ["generate"]:
         return load_leaf("sft.generate", "vf-rl generate").generate(sys.argv[2:])
     parser = argparse.ArgumentParser(prog="vf-rl", usage=USAGE, description=__doc__, **PARSER)

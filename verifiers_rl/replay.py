@@ -1,0 +1,298 @@
+"""`vf-rl replay RUN --step 40 --loss my_loss:a --loss ppo`: what losses make of one step of a run.
+
+    rollouts of step 40, with all tokens    the batch      ┐  the gradient of the batch, a step of
+    checkpoint-39                           the weights    ┘  the optimizer, the batch once more
+
+For each loss the run's own trainer resumes at the checkpoint, in a folder that is removed. So all
+of a step is the trainer's: packing, forward, normalisation, clipping. Nothing is sampled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import chain, groupby, pairwise, product
+from operator import itemgetter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from verifiers_rl.advantages import AdvantageFn, set_advantages
+from verifiers_rl.checkpoints import rng_state, set_rng_state
+from verifiers_rl.cli.config import load_run_config, make_importable
+from verifiers_rl.cli.errors import fail
+from verifiers_rl.cli.resolved import RESOLVED
+from verifiers_rl.config import ConfigError
+from verifiers_rl.envs.records import text_of
+from verifiers_rl.losses import (
+    LossFn,
+    LossInputs,
+    LossOutputs,
+    log_importance_ratio,
+    needs,
+    needs_of,
+)
+from verifiers_rl.report.metrics import TokenMeans
+from verifiers_rl.report.run_folder import ROLLOUTS, checkpoints_of, read_run, rollouts_file
+from verifiers_rl.trainer import RLTrainer
+from verifiers_rl.types import Batch, BatchSource, Rollout, Sample, WeightSink, missing_members
+
+# Columns that the samples get: the place of a token among the loss tokens of its sample, above 0 to
+# 1, and the logprob that the trainer had of it.
+PLACE, RECORDED = "_place", "_trainer_logprobs"
+# Of the run's options, those that would reach beyond the folder that is removed.
+CHANGED: dict[str, Any] = {
+    **{"overwrite_output_dir": False, "resume_from_checkpoint": None, "eval_on_start": False},
+    **{"report_to": "none", "push_to_hub": False, "disable_tqdm": True},
+    "accelerator_config": None,  # run.json has only its description
+}
+# What a step with these needs is not in the rollouts, or not in one process.
+UNKNOWN = ("sampling_mask", "router_replay", "fsdp", "deepspeed")
+MAX_MOVED = 0.1  # nats, in the mean, before anything has moved; rounding makes less
+
+
+class Outcome(NamedTuple):
+    """What one loss makes of the batch.
+
+    Attributes:
+        gradient: (P,) float32, of all trained parameters, before clipping, on the CPU.
+        metrics: before and after the optimizer's step: what the trainer logs of tokens, the `loss`
+            of the batch, and as means over tokens `gain`, r_t * A_t, and `moved`, the distance of
+            the trainer's logprob from the recorded one in nats.
+        shares: by kinds of tokens, their shares of the sum of |dL / dlogprob_t|, and of the tokens.
+    """
+
+    gradient: Tensor
+    metrics: list[dict[str, float]]
+    shares: dict[str, tuple[float, float]]
+
+
+class Replayed(Exception):
+    """The step is done, and training must not go on."""
+
+
+# --- What the run has written ---------------------------------------------------------------------
+
+
+def read_rows(folder: Path, step: int) -> list[dict[str, Any]]:
+    """Return the rows of the groups that a step trained on, without rollouts that failed.
+
+    Raises:
+        ConfigError: there are none, or some have no tokens.
+    """
+    files = sorted((folder / ROLLOUTS).glob("step-*.parquet"))
+    for path in files:
+        if path < rollouts_file(folder, step):
+            continue
+        found = pq.read_table(path, filters=[("step", "=", step), ("split", "=", "train")])
+        rows = [row for row in found.to_pylist() if row["error"] is None]
+        groups = {row["group"] for row in rows if row["in_loss"]}
+        rows = [row for row in rows if row["group"] in groups]
+        if any(row["num_tokens"] and not row["has_tokens"] for row in rows):
+            raise ConfigError(
+                f"--step {step}: {path} lacks the tokens of some groups; a run with log_rollouts=1 "
+                "writes those of all"
+            )
+        if rows:
+            return rows
+    last = [path.name for path in files[-1:]]
+    raise ConfigError(
+        f"--step {step}: no rollout in {folder / ROLLOUTS} was in its loss; its last file: {last}"
+    )
+
+
+def make_batch(rows: list[dict[str, Any]], step: int, advantage_fn: AdvantageFn | None) -> Batch:
+    """Return the batch of a step, with its advantages, or with those of a function."""
+    groups = [[*map(rollout_of, own)] for _, own in groupby(rows, itemgetter("group"))]
+    for group in groups:
+        if advantage_fn is not None:
+            set_advantages(group, advantage_fn)
+    rollouts = [*chain(*groups)]
+    samples = [sample for rollout in rollouts for sample in rollout.samples]
+    return Batch(step - 1, step - 1, samples, rollouts, groups=groups)
+
+
+def rollout_of(row: dict[str, Any]) -> Rollout:
+    """Return a rollout, with what an advantage function may read."""
+    messages = row["messages"] or []
+    is_reply = [message["role"] == "assistant" for message in messages]
+    prompt, reply = np.split(messages, [[*is_reply, True].index(True)])
+    samples = []
+    if row["has_tokens"]:
+        names, ends = [*Sample.DTYPES, "trainer_logprobs"], np.flatnonzero(np.diff(row["sample"]))
+        for *own, recorded in zip(*(np.split(row[name], ends + 1) for name in names), strict=True):
+            sample = Sample(*own)
+            place = np.cumsum(sample.loss_mask) / max(sample.num_loss_tokens, 1)
+            sample.extras = {PLACE: place, RECORDED: recorded}
+            samples.append(sample)
+    metrics = {part["name"]: part["value"] for part in row["rewards"] or []}
+    return Rollout(
+        *(row["example"], text_of(prompt), text_of(reply), row["env"], row["role"] or ""),
+        *(row["reward"], metrics, samples, row["num_turns"], row["is_truncated"]),
+    )
+
+
+# --- The step -------------------------------------------------------------------------------------
+
+
+def replay(
+    folder: Path, step: int, losses: Sequence[str] = (), advantages: Sequence[str] = ()
+) -> dict[str, Outcome]:
+    """Return by name what each of these losses makes of a step, under each of these advantages.
+
+    Args:
+        folder: of the run.
+        step: from 1, as in metrics.jsonl.
+        losses: as the option `loss` has them; default: that of the run.
+        advantages: as the option `advantage` has them; default: the recorded ones.
+
+    Raises:
+        ConfigError: the run has not written what is needed, or an option cannot be used.
+        TomlError, RunFolderError: the run's configuration or checkpoint cannot be read.
+    """
+    rows, run, kind = read_rows(folder, step), read_run(folder), RLTrainer
+    model, options = run["model"], {**run["args"], **CHANGED}
+    for name in UNKNOWN:
+        if options.get(name):
+            raise ConfigError(f"{name}={options[name]!r}: no step of such a run can be replayed")
+    checkpoint, found = folder / f"checkpoint-{step - 1}", checkpoints_of(folder)
+    if step > 1 and checkpoint not in found:
+        raise ConfigError(
+            f"--step {step}: it starts from {checkpoint}, and the run's checkpoints are "
+            f"{[path.name for path in found]}; take the step behind one, or step 1"
+        )
+    if (folder / RESOLVED).is_file():
+        config = load_run_config(folder / RESOLVED, checks_model=False)
+        make_importable(config.folders)
+        model, kind = config.model, config.trainer_class()
+    make_importable([Path.cwd()])
+    names = missing_members(None, BatchSource) + missing_members(None, WeightSink)
+    none: Any = SimpleNamespace(**dict.fromkeys(names, lambda *args: None))
+    own, outcomes = options.setdefault("loss", kind.config_class.loss), dict[str, Outcome]()
+    for loss, advantage in product(losses or [own], advantages or [""]):
+        changed = {} if loss == own else {"loss": loss, "loss_args": {}}
+        changed |= {"advantage": advantage} if advantage else {}
+        with tempfile.TemporaryDirectory(prefix="vf-rl-replay-") as output_dir:
+            args = kind.config_class(**{**options, **changed, "output_dir": output_dir})
+            batch = make_batch(rows, step, args.make_advantage() if advantage else None)
+            trainer = kind(model, None, args, orchestrator=none, weight_sync=none)
+            outcome = replay_step(trainer, batch, str(checkpoint) if step > 1 else None)
+        del trainer
+        gc.collect()  # it is in cycles, and the next one needs its memory
+        if (moved := outcome.metrics[0]["moved"]) > MAX_MOVED:
+            raise ConfigError(
+                f"--step {step}: logprobs are {moved:.2g} nats away from those that it had; has "
+                f"{model} changed, or did a script give another model than run.json says?"
+            )
+        outcomes[f"{loss} {advantage}".strip()] = outcome
+    return outcomes
+
+
+def replay_step(trainer: Any, batch: Batch, checkpoint: str | None) -> Outcome:
+    """Let a trainer resume, and do this step."""
+    metrics, gradients, seen = list[dict[str, float]](), list[Tensor](), list[Tensor]()
+
+    def training_step(model: Any, *args: Any) -> None:
+        trained, rng = [p for p in model.parameters() if p.requires_grad], rng_state()
+        for _ in ("before", "after"):
+            set_rng_state(rng)  # of an adapter's dropout
+            means = TokenMeans()
+            loss = trainer.train_on(model, batch, means).item()
+            metrics.append({"loss": loss, **means.reduce(batch.num_loss_tokens, 1)})
+            grads = (torch.zeros_like(p) if p.grad is None else p.grad for p in trained)
+            gradients.append(torch.cat([grad.flatten().float().cpu() for grad in grads]))
+            trainer.update_now(model)
+        raise Replayed
+
+    trainer.loss_fn, trainer.training_step = watch(trainer.loss_fn, seen), training_step
+    with suppress(Replayed):
+        trainer.train(checkpoint)
+    before = torch.cat(seen, 1)[:, : batch.num_loss_tokens]
+    return Outcome(gradients[0], metrics, shares_of(*before))
+
+
+def watch(loss_fn: LossFn, seen: list[Tensor]) -> LossFn:
+    """Return a loss that adds to `seen`, (4, N), what `shares_of` takes. Samples without an
+    advantage are computed for it too, so that all losses see the same tokens.
+    """
+
+    @needs(*needs_of(loss_fn) - {"nonzero_advantages"})
+    def watched(inputs: LossInputs) -> LossOutputs:
+        outputs, logprobs = loss_fn(inputs), inputs.trainer_logprobs
+        (gradient,) = torch.autograd.grad(
+            outputs.loss, logprobs, retain_graph=True, materialize_grads=True
+        )
+        columns = [gradient, logprobs, inputs.advantages, inputs.extras[PLACE]]
+        seen.append(torch.stack(columns).detach().cpu())
+        metrics = {
+            "has_gradient": (gradient != 0).float(),
+            "gain": (log_importance_ratio(inputs).exp() * inputs.advantages).detach(),
+            # NaN: that token was not computed.
+            "moved": (logprobs.detach() - inputs.extras[RECORDED]).abs().nan_to_num(),
+        }
+        return LossOutputs(outputs.loss, metrics | outputs.metrics)
+
+    return watched
+
+
+def shares_of(
+    gradient: Tensor, logprobs: Tensor, advantages: Tensor, places: Tensor
+) -> dict[str, tuple[float, float]]:
+    """Return `Outcome.shares` of these tokens, (N,) each."""
+    weights, shares = gradient.abs() / gradient.abs().sum(), {}
+    for name, values, edges in (
+        ("place <=", places, (0, 0.25, 0.5, 0.75, 1)),
+        ("probability <=", logprobs.exp(), (-1, 0.1, 0.5, 0.9, 1)),
+        ("sign of A =", advantages.sign(), (-2, -1, 0, 1)),
+    ):
+        for low, high in pairwise(edges):
+            is_kind = (low < values) & (values <= high)
+            share, of_tokens = weights[is_kind].sum().item(), is_kind.float().mean().item()
+            shares[f"{name} {high:g}"] = share, of_tokens
+    return shares
+
+
+# --- For people -----------------------------------------------------------------------------------
+
+
+def table_of(outcomes: Mapping[str, Outcome]) -> str:
+    """Return the table of docs/losses.md, in Markdown."""
+    columns = []
+    for name, (gradient, metrics, shares) in outcomes.items():
+        column = {"": name, "---": "---", "norm of the gradient": f"{gradient.norm():.3g}"}
+        for other in outcomes:
+            cosine = cosine_similarity(gradient, outcomes[other].gradient, 0)
+            column[f"cosine with {other}"] = f"{cosine:.3f}"
+        for key, value in metrics[0].items():
+            column[key] = f"{value:.3g} -> {metrics[1][key]:.3g}"
+        for kind, (share, of_tokens) in shares.items():
+            column[kind] = f"{share:.2f} of {of_tokens:.2f}"
+        columns.append(column)
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = ([name, *(column.get(name, "") for column in columns)] for name in names)
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def main(argv: list[str]) -> int:
+    """Print the table for these words behind `replay`. Returns the exit status."""
+    about = "What losses make of one step of a run. Nothing is sampled."
+    parser = argparse.ArgumentParser(prog="vf-rl replay", description=about)
+    parser.add_argument("folder", type=Path, metavar="RUN", help="the folder of a run")
+    parser.add_argument("--step", type=int, required=True, help="from 1, as in metrics.jsonl")
+    each: dict[str, Any] = {"action": "append", "default": [], "metavar": "NAME"}
+    parser.add_argument("--loss", dest="losses", help="default: that of the run", **each)
+    parser.add_argument("--advantage", dest="advantages", help="default: as recorded", **each)
+    try:
+        print(table_of(replay(**vars(parser.parse_args(argv)))))
+    except ConfigError as error:
+        fail(error, "vf-rl replay")
+    return 0
