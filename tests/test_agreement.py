@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import load_example, make_tiny_model, make_tiny_moe
+from tests.helpers import make_tiny_model, make_tiny_moe
 from tests.reference import reference_policy
 from verifiers_rl import RLConfig
 from verifiers_rl.inference.client import InferenceServerError
@@ -40,11 +40,6 @@ class StubServer:
             logprobs.append(policy[ids[-1]].item() + noise)
         new = ids[len(body["prompt"]) :]
         return {"choices": [{"token_ids": new, "logprobs": {"token_logprobs": logprobs}}]}
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_example("warm_start").make_tokenizer()
 
 
 def args_with(tmp_path, **options):

@@ -1,14 +1,13 @@
 """`vf-rl --eject`: the copies train as the originals do, and an edit in either has an effect."""
 
 import importlib
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import verifiers_rl
-from tests.helpers import StubSink
+from tests.helpers import StubSink, run_python
 from verifiers_rl import RLTrainer
 from verifiers_rl.cli import rl
 
@@ -161,7 +160,7 @@ def test_the_copies_are_the_originals_but_for_one_import(tmp_path, run_eject, mo
 def test_a_script_may_import_the_copy_first(tmp_path, run_eject):
     assert run_eject("--eject", str(tmp_path))[0] == 0
     code = "from my_trainer import RLTrainer; import transformers; transformers.Trainer"
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=120)
+    run_python("-c", code, folder=tmp_path)
 
 
 def test_a_fork_that_is_there_already_is_not_overwritten(tmp_path, run_eject):

@@ -5,7 +5,6 @@ import json
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import time
 import types
@@ -16,11 +15,24 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.helpers import ROOT, load_example, make_request, only_runner, serving, values_of
-from tests.test_environments_v1 import HERE, Server, check_tokens, load, on_the_path  # noqa: F401
+from tests.helpers import (
+    ROOT,
+    load_example,
+    make_request,
+    only_runner,
+    run_python,
+    values_of,
+)
+from tests.test_environments_v1 import (  # noqa: F401
+    HERE,
+    Server,
+    check_tokens,
+    load,
+    on_the_path,
+    running,
+)
 from tests.troubled_env import QUESTIONS, TroubledEnv
 from verifiers_rl import RLConfig, WeightedEnv, env_from
-from verifiers_rl.config import ConfigError
 from verifiers_rl.envs import workers
 from verifiers_rl.envs.base import (
     InvalidEnvironmentError,
@@ -59,22 +71,13 @@ def roll_out(env, tokenizer, tmp_path, use, say=lambda prompt: "yes", **options)
     defaults = {"max_seq_len": 200, "max_tokens": 40, "use_cpu": True, "env_workers": 1}
     args = RLConfig(output_dir=str(tmp_path), **defaults | options)
     server = Server(tokenizer, say)
-    places = Places(args.max_concurrent)
+    given = {"places": Places(args.max_concurrent), "sampling_args": args.sampling_args()}
 
     async def main():
-        async with serving(server.answer, "/v1/chat/completions/tokens") as url:
-            runner = make_runner(env, url, tokenizer, args)
-
-            async def run(index):
-                sampling = args.sampling_args()
-                request = make_request(index, 2, sampling_args=sampling, places=places)
-                return await runner.run_group(request)
-
-            try:
-                await runner.open()
-                return await use(run, runner)
-            finally:
-                await runner.close()
+        async with running(env, server, tokenizer, args) as runner:
+            return await use(
+                lambda index: runner.run_group(make_request(index, 2, **given)), runner
+            )
 
     return asyncio.run(asyncio.wait_for(main(), 120)), server.requests
 
@@ -424,16 +427,10 @@ def test_a_worker_imports_the_script_that_defines_the_environment(tmp_path, guar
     # Python runs all this; a Path in sys.path is without effect.
     declared = "# coding: latin-1\nNAME = 'gr\u00fc\u00df'\n"
     script.write_bytes((declared + SCRIPT + guard).encode("latin-1"))
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{HERE}"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=tmp_path,
-    )
+    fails = guard == MAKES_A_TRAINER
+    done = run_python(script, folder=tmp_path, status=int(fails), PYTHONPATH=f"{ROOT}:{HERE}")
     lines = done.stdout.splitlines()
-    if guard == MAKES_A_TRAINER:
+    if fails:
         assert "in a worker: ConfigError: an RLTrainer is made outside of `if" in done.stderr
     elif guard == "main()":
         assert lines.count("here None") == 2, done.stdout + done.stderr
@@ -489,12 +486,6 @@ def test_a_rollout_in_a_worker_holds_one_place_of_the_run(tmp_path):
     # Two rollouts of 0.2 s, one after the other.
     assert survive(tmp_path, use, places=places) > 0.38
     assert progress.num_done == 2
-
-
-@pytest.mark.parametrize("value", [-1, 1.5, True, "many"])
-def test_env_workers_must_be_auto_or_a_number_of_processes(tmp_path, value):
-    with pytest.raises(ConfigError, match="env_workers"):
-        RLConfig(output_dir=str(tmp_path), env_workers=value)
 
 
 @pytest.mark.parametrize(("num_cores", "expected"), [(1, 1), (8, 2), (256, 8)])

@@ -279,33 +279,7 @@ def test_an_evaluation_that_is_switched_off_has_no_defaults(read):
     assert config.make_args(use_cpu=True).eval_steps is None
 
 
-PRIME_RL = """
-max_steps = 20
-seq_len = 2048
-[model]
-name = "PrimeIntellect/Qwen3-0.6B-Reverse-Text-SFT"
-[wandb]
-project = "reverse-text"
-[trainer.optim]
-lr = 3e-6
-[orchestrator]
-batch_size = 128
-[[orchestrator.env]]
-id = "reverse-text"
-[inference]
-"""
-
-
-def test_a_file_for_prime_rl_itself_is_told_from_a_mix_of_layouts(read):
-    named = r"0\.toml: \[orchestrator\], \[model\]: this is a file for prime-rl itself, "
-    with pytest.raises(TomlError, match=rf'{named}.* "Two layouts" in docs/'):
-        read(PRIME_RL)
-
-
-def test_an_error_about_an_environment_of_evaluations_counts_it_among_all(read):
-    text = 'model = "m"\n[[env]]\nid = "e"\n[[eval.env]]\nid = "f"\nweight = 0\n'
-    with pytest.raises(TomlError, match=r"0\.toml: \[\[env\]\] 2: weight=0: must be"):
-        read(text)
+def test_environments_of_evaluations_alone_need_an_array_of_the_others(read):
     text = 'model = "m"\n[env]\nid = "e"\n'
     with pytest.raises(TomlError, match=r"1\.toml: \[eval\] env: write \[\[eval.env\]\]s beside"):
         read(text, '[[eval.env]]\nid = "f"\n')
@@ -314,7 +288,7 @@ def test_an_error_about_an_environment_of_evaluations_counts_it_among_all(read):
 def test_an_id_of_the_hub_is_the_module_that_its_package_installs(tmp_path, read, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("PYTHONPATH", "")
-    write_environment(tmp_path, "hub_game", {"a": "b", "c": "d"})
+    write_environment(tmp_path, "hub_game", ["a", "b"])
     for table in ('id = "someone/hub-game@1.2"\n', 'taskset = { id = "someone/hub-game" }\n'):
         (loaded,) = read(f'model = "m"\nmax_steps = 1\n[[env]]\n{table}').load_envs()
         assert loaded.name == "hub-game" and len(list(loaded.env.taskset)) == 2

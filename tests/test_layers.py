@@ -252,8 +252,6 @@ def test_words_are_files_behind_an_at_sign_options_of_the_program_or_keys_in_any
     assert again == config
     with pytest.raises(TomlError, match=r"give one as `@ config.toml`"):
         parse("--resume")
-    with pytest.raises(TomlError, match="'-x' belongs to no key; files are given as `@"):
-        parse("@", str(first), "-x")
     with pytest.raises(SystemExit):
         parse("@")
 

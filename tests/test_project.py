@@ -3,7 +3,6 @@
 import ast
 import io
 import re
-import subprocess
 import sys
 import time
 import tokenize
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import verifiers_rl
-from tests.helpers import ROOT
+from tests.helpers import ROOT, run_python
 from verifiers_rl import RLConfig
 
 PACKAGE = ROOT / "verifiers_rl"
@@ -39,13 +38,13 @@ def test_readme_says_how_long_the_evening_is():
 def test_import_is_fast():
     # Not a benchmark: torch alone takes seconds, so a heavy import at the top is told from none.
     start = time.monotonic()
-    subprocess.run([sys.executable, "-c", "import verifiers_rl"], check=True)
+    run_python("-c", "import verifiers_rl")
     elapsed = time.monotonic() - start
     heavy = (
         "import sys, verifiers_rl.cli.rl, verifiers_rl.sft.main, verifiers_rl.cli.view; "
         "sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'vllm')))"
     )
-    subprocess.run([sys.executable, "-c", heavy], check=True)
+    run_python("-c", heavy)
     assert elapsed < 2.0
 
 
@@ -195,11 +194,7 @@ def test_without_leaves_the_rest_can_be_imported():
     own = [module for module in roots if "vllm" not in roots[module]]
     own = [module for module in own if module not in elsewhere]
     assert len(own) > len(roots) - 15
-    words = [",".join(LEAVES), ",".join(own)]
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_LEAVES, *words], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    run_python("-c", WITHOUT_LEAVES, ",".join(LEAVES), ",".join(own))
 
 
 LEARNS = (

@@ -8,6 +8,7 @@ from tests.helpers import ROOT, check_lines
 from verifiers_rl.cli import rl
 from verifiers_rl.cli.config import load_run_config
 from verifiers_rl.envs.base import InvalidEnvironmentError
+from verifiers_rl.sft import main as sft
 
 
 @pytest.fixture
@@ -17,11 +18,14 @@ def said(tmp_path, monkeypatch, run_main):
 
     def said(text, words=""):
         (tmp_path / "mine.toml").write_text(f"{text}\n")
-        status, stdout, stderr = run_main(rl.main, "--dry-run", "@", "mine.toml", *words.split())
+        command, name = (sft, "vf-sft") if text.startswith("# vf-sft: ") else (rl, "vf-rl")
+        words = ["--dry-run", "@", "mine.toml", *words.split()]
+        status, stdout, stderr = run_main(command.main, *words)
         assert status == 1 and stdout == ""
         (line,) = stderr.splitlines()
         assert not (tmp_path / "outputs").exists()
-        return line.removeprefix("vf-rl: error: ").replace(f"{tmp_path}/", "")
+        assert line.startswith(f"{name}: error: ")
+        return line.removeprefix(f"{name}: error: ").replace(f"{tmp_path}/", "")
 
     return said
 
