@@ -189,6 +189,13 @@ def train_warm_start(folder: Path) -> None:
     unfinished.rename(folder)
 
 
+def is_running(pid):
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
 def processes_of(folder):
     """Ids and command lines of the running processes that this test's vf-rl has started."""
     found = {}
@@ -206,6 +213,17 @@ def tokenizer():
     return load_example("warm_start").make_tokenizer()
 
 
+OF_TINY_RUN = {
+    "use_cpu": True,
+    "use_lora": False,
+    "micro_batch_size": 4,
+    "max_seq_len": 32,
+    "learning_rate": 1e-2,
+    "save_strategy": "no",
+    "disable_tqdm": True,
+}
+
+
 @pytest.fixture
 def make_trainer(tokenizer, tmp_path):
     """Makes trainers of a tiny model, with stand-ins for environment and server."""
@@ -214,19 +232,8 @@ def make_trainer(tokenizer, tmp_path):
         model=None, source=None, sink=None, loss_fn=None, callbacks=(), peft_config=None,
         kind=RLTrainer, **options,
     ):  # fmt: skip
-        defaults = {
-            "output_dir": str(tmp_path / "run"),
-            "use_cpu": True,
-            "use_lora": False,
-            "batch_size": 8,
-            "rollouts_per_example": 4,
-            "micro_batch_size": 4,
-            "max_seq_len": 32,
-            "max_steps": 3,
-            "learning_rate": 1e-2,
-            "save_strategy": "no",
-            "disable_tqdm": True,
-        }
+        defaults = {"output_dir": str(tmp_path / "run"), "batch_size": 8, "max_steps": 3}
+        defaults |= {"rollouts_per_example": 4, **OF_TINY_RUN}
         return kind(
             model or make_tiny_model(), None, RLConfig(**{**defaults, **options}), tokenizer,
             loss_fn, peft_config, orchestrator=source or StubSource(),

@@ -64,19 +64,6 @@ def test_a_toml_and_its_data_become_a_model(folder, run_main):
     assert status == 1 and "vf-sft: error: output_dir=" in said
 
 
-def test_a_dry_run_prints_what_would_run(folder, run_main):
-    option = ["--trainer.args.lora_target_modules", "a", "b"]
-    status, out, err = run_main(sft.main, "--dry-run", "@", "sft.toml", *option)
-    assert status == 0
-    assert tomllib.loads(out)["trainer"]["args"]["lora_target_modules"] == ["a", "b"]
-    assert "It runs as it is: vf-sft @ resolved.toml" in out and "nothing was started" in err
-    resolved = folder / "resolved.toml"
-    resolved.write_text(out)
-    config = load_run_config(resolved, kind=sft.SFTRunConfig)
-    assert config.data.train == [str(folder / "train.jsonl")]
-    assert config.make_args(use_cpu=True).num_train_epochs == 2
-
-
 def test_data_is_found_beside_its_toml_or_on_the_hub(folder):
     config = load(folder, 'data.train=["train.jsonl", "org/name"]', "data.split=train[:5%]")
     assert config.data.train == [str(folder / "train.jsonl"), "org/name"]

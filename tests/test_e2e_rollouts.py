@@ -169,15 +169,9 @@ def model_name(server):
 
 
 def sampled_of(body, reply):
-    """Prompt, sampled tokens and logprobs of a request of either kind and its raw reply."""
-    if "packed_tokens" in reply:
-        token_ids, logprobs = unpack_sampled(reply["packed_tokens"])
-        return unpack_ids(body["tokens"]).tolist(), token_ids.tolist(), logprobs.tolist()
-    choice = reply["choices"][0]
-    logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-    prompt = body.get("token_ids") or reply["prompt_token_ids"]
-    assert body.get("tokens", prompt) == prompt
-    return prompt, choice["token_ids"], logprobs
+    """Prompt, sampled tokens and logprobs of a request and its raw reply."""
+    token_ids, logprobs = unpack_sampled(reply["packed_tokens"])
+    return unpack_ids(body["tokens"]).tolist(), token_ids.tolist(), logprobs.tolist()
 
 
 def check_tokens(samples, replies):

@@ -266,13 +266,9 @@ def test_the_flat_example_runs_on_a_cpu_with_another_model_and_environment(warm_
     assert processes_of(tmp_path) == {}
     log = (tmp_path / "run" / "logs" / "inference.log").read_text()
     assert "Application startup complete" in log and "startup complete" not in done.stdout
-    assert "completion" in done.stdout and "advantage" in done.stdout  # the table of rollouts
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     steps = [row for row in rows if "reward" in row]
     assert [(row["step"], row["my_mark"]) for row in steps] == [(1, 42.5), (2, 42.5), (3, 42.5)]
-    # kl_penalty: at the start the KL is 0, so its weight falls by 2 %.
-    weights = [row["kl_beta"] for row in steps if "kl_beta" in row]
-    assert weights[:2] == pytest.approx([0.01, 0.0098], rel=1e-6)
     evaluations = [row for row in rows if "eval_reward" in row]
     assert [row["step"] for row in evaluations] == [0, 2, 3]  # the first, every second, the last
     assert [row["eval_num_rollouts"] for row in evaluations] == [16] * 3  # 8 examples, 2 each

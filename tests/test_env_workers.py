@@ -12,9 +12,9 @@ from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
+from tests.conftest import is_running, wait_until
 from tests.helpers import (
     ROOT,
     load_example,
@@ -82,17 +82,6 @@ def roll_out(env, tokenizer, tmp_path, use, say=lambda prompt: "yes", **options)
     return asyncio.run(asyncio.wait_for(main(), 120)), server.requests
 
 
-def is_running(pid):
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
-def ends_soon(pid):
-    deadline = time.monotonic() + 10
-    while is_running(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not is_running(pid)
-
-
 at = {question: index for index, question in enumerate(QUESTIONS)}
 
 
@@ -121,6 +110,7 @@ def pids(pool):
     return [worker._process.pid for worker in pool.workers]
 
 
+DIFFERENT = {"samples", "record", "generation_s"}  # in two runs
 FOREIGN = WeightedEnv(
     {"taskset": {"id": "small_tasks", "num_tasks": 3}}, "env", python=sys.executable, folders=[HERE]
 )
@@ -144,8 +134,7 @@ def test_groups_of_workers_are_those_of_this_process(tokenizer, tmp_path, foreig
     for group, same in zip(here, there, strict=True):
         for rollout, other in zip(group, same, strict=True):
             assert other.error is None, other.error
-            for name in ("example_id", "env", "role", "prompt", "completion", "reward", "metrics",
-                         "num_turns", "is_truncated", "has_own_advantages"):  # fmt: skip
+            for name in {field.name for field in fields(Rollout)} - DIFFERENT:
                 assert getattr(rollout, name) == getattr(other, name), name
             assert other.generation_s > 0
             record, same_record = json.loads(rollout.record), json.loads(other.record)
@@ -205,7 +194,8 @@ def test_an_environment_that_raises_prints_or_leaks_costs_its_own_rollouts(tmp_p
     assert [rollout.error for group in others for rollout in group] == [None] * 8
     assert "the environment prints" in capfd.readouterr().out
     assert oom_score == 500  # without memory, Linux ends the worker, not the trainer
-    assert ends_soon(int((tmp_path / "forked").read_text()))  # with its worker
+    forked = int((tmp_path / "forked").read_text())
+    wait_until(lambda: not is_running(forked))  # it ends with its worker
 
 
 def test_a_cancelled_group_is_cancelled_in_its_worker(tmp_path):

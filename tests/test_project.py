@@ -313,17 +313,13 @@ def code_tokens(path: Path) -> int:
 
 def reached_with_packages(start: str) -> set[str]:
     """The modules that one loads, at any time, with the `__init__` of each room on the way."""
-    known = modules()
-    found: set[str] = set()
-    new = {start}
-    while new:
-        found |= new
-        names = {name for module in new for name in imports(known[module])}
-        names = {name.removeprefix("verifiers_rl.") for name in names if "verifiers_rl" in name}
-        names |= {name.rpartition(".")[0] for name in names}
-        names.discard("verifiers_rl")
-        new = (names & known.keys()) - found
-    return found
+    known, graph = modules(), {}
+    for module, path in known.items():
+        names = {
+            name.removeprefix("verifiers_rl.") for name in imports(path) if "verifiers_rl" in name
+        }
+        graph[module] = (names | {name.rpartition(".")[0] for name in names}) & known.keys()
+    return reached(graph, start)
 
 
 def places_that_change_libraries(path: Path) -> list[str]:

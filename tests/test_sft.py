@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from tests.conftest import OF_TINY_RUN
 from tests.helpers import load_example, make_tiny_llama, make_tiny_model, run_script
 from verifiers_rl import LossOutputs
 from verifiers_rl.config import ConfigError
@@ -34,17 +35,7 @@ def conversations(num=12, longest=9):
 @pytest.fixture
 def make_trainer(tokenizer, tmp_path):
     def make(model=None, rows=None, held_out=None, others=None, **options):
-        defaults = {
-            "output_dir": str(tmp_path / "run"),
-            "use_cpu": True,
-            "use_lora": False,
-            "batch_size": 4,
-            "micro_batch_size": 4,
-            "max_seq_len": 32,
-            "learning_rate": 1e-2,
-            "save_strategy": "no",
-            "disable_tqdm": True,
-        }
+        defaults = {"output_dir": str(tmp_path / "run"), "batch_size": 4, **OF_TINY_RUN}
         return SFTTrainer(
             model or make_tiny_model(),
             SFTConfig(**{**defaults, **options}),

@@ -262,47 +262,13 @@ def test_the_line_at_the_start_says_what_is_played_where(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (
-            'taskset.id = "small_task"',
-            r"taskset 'small_task' not found .* nor beside the TOML in .*v1: No module named "
-            r"'small_task'; did you mean 'small_tasks'\?",
-        ),
-        (
-            f"{SMALL}\neval_taskset.num_task = 3",
-            r"\[env.eval_taskset\] has an unknown key 'num_task'; did you mean 'num_tasks'\?",
-        ),
-        (f'{SMALL}\nid = "fixit"', r"environment 'fixit' not found .*; did you mean 'fix_it'\?"),
-        (
-            f'{SMALL}\nagent.harness.id = "nul"',
-            r"harness 'nul' not found .*; did you mean 'null'\?",
-        ),
-        (
-            f'{SMALL}\nagent.harness = {{ id = "null", tool_time = 3 }}',
-            r"\[env.agent.harness\] has an unknown key 'tool_time'; did you mean 'tool_timeout'\?",
-        ),
-        (
-            f"{SMALL}\nagent.max_turn = 3",
-            r"\[env.agent\] has an unknown key 'max_turn'; did you mean 'max_turns'\?",
-        ),
-        (
-            f"{SMALL}\nagents.max_turns = 3",
-            r"\[env\] has an unknown key 'agents'; did you mean 'agent'\?",
-        ),
-        (
-            f'{FIX_IT}\nharness.id = "null"',
-            r"\[env\]:? a harness belongs to a seat: ",
-        ),
-        ('taskset.id = "needy"', r"taskset 'needy' not found .*: No module named 'not_there'"),
+        (f'{FIX_IT}\nharness.id = "null"', r"\[env\]:? a harness belongs to a seat: "),
         ('taskset.id = "bare"', r"'bare' defines no `__all__`"),
-        ('id = "unlucky"', "cannot load the environment 'unlucky': ValueError: no luck"),
     ],
 )
-def test_what_a_toml_has_wrong_is_one_line_with_key_value_and_hint(
-    lines, message, tmp_path, monkeypatch
-):
-    (tmp_path / "needy.py").write_text("import not_there\n")
+def test_what_verifiers_says_to_a_toml_is_one_line(lines, message, tmp_path, monkeypatch):
+    """What we say ourselves is in wrong_configs.txt."""
     (tmp_path / "bare.py").write_text("")
-    (tmp_path / "unlucky.py").write_text("raise ValueError('no luck')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(InvalidEnvironmentError, match=message) as caught:
         toml(lines)
