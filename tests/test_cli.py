@@ -10,7 +10,6 @@ import pytest
 
 from tests.conftest import free_port, processes_of
 from tests.helpers import (
-    load_example,
     make_tiny_model,
     write_environment,
 )
@@ -261,14 +260,14 @@ def test_a_used_folder_is_one_clear_error_before_anything_starts(
 
 @pytest.mark.slow
 def test_an_environment_that_cannot_work_ends_vf_rl_before_its_server_is_up(
-    write_toml, error_of, tmp_path, monkeypatch
+    write_toml, error_of, tmp_path, monkeypatch, tokenizer
 ):
     # A server that is never up. The trainer is the real one.
     server = ["-c", "import time; time.sleep(600)"]
     monkeypatch.setattr(plan.ServerPlan, "command", lambda *_: server)
     monkeypatch.setenv("VF_RL_TEST", str(tmp_path))
     env = write_environment(tmp_path, "tiny_env", [])
-    load_example("warm_start").make_tokenizer().save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
     options = f'output_dir = "{tmp_path}/run"\nvllm_server_port = {free_port()}\nmax_seq_len = 32\n'
     toml = write_toml(env + ON_A_CPU + options)
     said = error_of(rl, "@", toml, "--no-tmux")

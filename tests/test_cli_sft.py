@@ -5,7 +5,7 @@ import tomllib
 
 import pytest
 
-from tests.helpers import load_example, make_tiny_model, run_python
+from tests.helpers import make_tiny_model, run_python
 from tests.test_sft import conversations
 from verifiers_rl.cli.config import load_run_config
 from verifiers_rl.report.run_folder import metrics_file, read_metrics
@@ -29,12 +29,12 @@ save_strategy = "no"
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch, tokenizer):
     """A folder with a TOML, its data and its model."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # which vf-sft sets
     monkeypatch.chdir(tmp_path)
     make_tiny_model().save_pretrained(tmp_path / "base")
-    load_example("warm_start").make_tokenizer().save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
     for name, num in (("train", 6), ("held_out", 3)):
         lines = "\n".join(json.dumps(row) for row in conversations(num))
         (tmp_path / f"{name}.jsonl").write_text(lines)

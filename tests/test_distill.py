@@ -300,9 +300,7 @@ def test_evaluations_and_failed_rollouts_need_no_teacher():
 # --- Self-distillation ----------------------------------------------------------------------------
 
 
-def test_the_teacher_of_opsd_reads_the_hint_before_the_rollouts_own_tokens():
-    tokenizer = load_example("warm_start").make_tokenizer()
-
+def test_the_teacher_of_opsd_reads_the_hint_before_the_rollouts_own_tokens(tokenizer):
     async def example(split, index):
         return {"split": split, "task": {"data": {"prompt": "p"}, "row": {"answer": f"a{index}"}}}
 

@@ -26,6 +26,7 @@ import verifiers_rl
 import verifiers_rl.sft
 from tests.fake_run import write_fake_run
 from tests.helpers import EXAMPLE, ROOT, load_example, make_tiny_model, run_python
+from tests.test_weight_sync import with_trained_adapter
 from verifiers_rl import RLConfig, RLTrainer
 from verifiers_rl.advantages import ADVANTAGES, as_numbers
 from verifiers_rl.cli import flat
@@ -214,32 +215,21 @@ def in_docs_folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def write_adapter(folder):
+def write_adapter(folder, tokenizer):
     """A run's folder after training with LoRA, of the tests' tiny model."""
-    from peft import LoraConfig, get_peft_model
-
-    base, tokenizer = folder / "base", load_example("warm_start").make_tokenizer()
-    make_tiny_model().save_pretrained(base)
-    model = make_tiny_model()
-    model.name_or_path = str(base)
-    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    adapted.peft_config["default"].base_model_name_or_path = str(base)
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(std=0.1)
-    adapted.save_pretrained(folder / "outputs" / "rl")
+    make_tiny_model().save_pretrained(folder / "base")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "base")
+    with_trained_adapter(model).save_pretrained(folder / "outputs" / "rl")
     tokenizer.save_pretrained(folder / "outputs" / "rl")
 
 
 @pytest.mark.parametrize("page", pages_with("python"))
-def test_python_runs(page, in_docs_folder):
+def test_python_runs(page, in_docs_folder, tokenizer):
     """Each block is run as a script, with a trainer that only checks what it is given."""
     if page == "docs/resume.md":
-        write_adapter(in_docs_folder)
+        write_adapter(in_docs_folder, tokenizer)
     if page == "docs/watching.md":
         write_fake_run(in_docs_folder / "outputs" / "rl", 400, num_steps=20, tokens_of=0.5)
-    tokenizer = load_example("warm_start").make_tokenizer()
     # As a program, an environment with tools would serve them.
     name = "imported" if page == "docs/environments.md" else "__main__"
     for text in blocks(page, "python"):

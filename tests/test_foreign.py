@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT, load_example, run_python
+from tests.helpers import ROOT, run_python
 from verifiers_rl import RLConfig, WeightedEnv
 from verifiers_rl.cli.config import load_run_config
 from verifiers_rl.cli.resolved import resolved_text
@@ -55,7 +55,7 @@ def test_a_worker_has_this_package_and_nothing_else_of_this_python(tmp_path, tok
 
 def test_classic_environments_in_their_own_python(tokenizer, tmp_path):
     """Runs the tests in tests/classic there."""
-    load_example("warm_start").make_tokenizer().save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
     variables = {"TOKENIZER": str(tmp_path)}
     words = ["-q", "-p", "no:cacheprovider", "--confcutdir", "tests/classic", "tests/classic"]
     done = subprocess.run(

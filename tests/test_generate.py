@@ -11,7 +11,7 @@ import verifiers.v1 as vf
 from aiohttp import web
 
 from tests.conftest import free_port
-from tests.helpers import ROOT, load_example, make_tiny_model
+from tests.helpers import ROOT, make_tiny_model
 from tests.serving import chat_reply, in_thread, serving
 from verifiers_rl import RLConfig, WeightedEnv, env_from
 from verifiers_rl.cli import supervise as supervise_module
@@ -52,7 +52,7 @@ def rl_toml(tmp_path, monkeypatch):
     return tmp_path / "rl.toml"
 
 
-def test_rollouts_of_any_endpoint_become_data(rl_toml, tmp_path, capsys, monkeypatch):
+def test_rollouts_of_any_endpoint_become_data(rl_toml, tmp_path, capsys, monkeypatch, tokenizer):
     asked = []
 
     async def reply(request):
@@ -86,7 +86,6 @@ def test_rollouts_of_any_endpoint_become_data(rl_toml, tmp_path, capsys, monkeyp
     assert "2 of 6 rollouts written" in (out := capsys.readouterr().out)
     assert "1 left out, because a length limit cut a turn" in out
     # What it has written is data for vf-sft.
-    tokenizer = load_example("warm_start").make_tokenizer()
     made = Tokenization(tokenizer).of_rows(read_dataset(["data/new.jsonl"]), "it")
     assert len(made) == 2
 

@@ -217,7 +217,7 @@ LEARNS = (
     ],
 )
 def test_the_launcher_says_which_leaf_is_missing(
-    leaf, words, toml, said, tmp_path, monkeypatch, capsys
+    leaf, words, toml, said, tmp_path, monkeypatch, run_main
 ):
     from verifiers_rl.cli import rl
 
@@ -228,11 +228,8 @@ def test_the_launcher_says_which_leaf_is_missing(
     monkeypatch.setattr("verifiers_rl.cli.config.model_error", lambda name: None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rl.toml").write_text(f'model = "m"\n{toml}')
-    monkeypatch.setattr(sys, "argv", ["vf-rl", *words.split()])
-    with pytest.raises(SystemExit) as ended:
-        rl.main()
-    error = capsys.readouterr().err
-    assert ended.value.code == 1 and f"vf-rl: error: {said}, which is not in this copy" in error
+    status, _, error = run_main(rl.main, *words.split())
+    assert status == 1 and f"vf-rl: error: {said}, which is not in this copy" in error
 
 
 def test_rooms_know_of_each_other_what_their_init_offers():

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import verifiers.v1 as vf
 
-from tests.helpers import load_example, make_request, only_runner
+from tests.helpers import make_request, only_runner
 from tests.test_environments_v1 import HERE, on_the_path  # noqa: F401
 from verifiers_rl import RLConfig, WeightedEnv
 from verifiers_rl.data import ENDLESS, order_examples
@@ -354,8 +354,7 @@ def test_a_stream_that_ends_says_after_how_many_tasks(tmp_path):
         prompts(runner, [2])
 
 
-def test_overlong_prompts_are_left_out_of_a_stream(tmp_path):
-    tokenizer = load_example("warm_start").make_tokenizer()
+def test_overlong_prompts_are_left_out_of_a_stream(tmp_path, tokenizer):
     env = toml('taskset = { id = "stream_tasks", padding = 50 }')
     runner = runner_of(env, tmp_path, tokenizer, max_prompt_len=30, eval_examples=2)
     assert prompts(runner, range(2), "eval") == ["task 0", "task 2"]
