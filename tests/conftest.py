@@ -27,15 +27,16 @@ from filelock import FileLock
 
 from tests.helpers import (
     EXAMPLE_MODULE,
-    ROOT,
     StubRunner,
     StubSink,
     StubSource,
     load_example,
     make_tiny_model,
+    run_python,
     stub_servers,
 )
 from verifiers_rl import Orchestrator, RLConfig, RLTrainer
+from verifiers_rl.cli.config import load_run_config, overrides_of
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
 
 # A shell starts commands in the background with Ctrl-C ignored, and a process passes that on.
@@ -182,10 +183,8 @@ def warm_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train_warm_start(folder: Path) -> None:
     unfinished = folder.with_name("warm_start_unfinished")
-    command = [sys.executable, str(ROOT / "examples" / "warm_start.py")]
-    command += [str(EXAMPLE_MODULE), str(unfinished)]
-    command += ["--clean-steps", "220", "--noisy-steps", "40"]
-    subprocess.run(command, check=True, capture_output=True, timeout=500)
+    words = ["examples/warm_start.py", EXAMPLE_MODULE, unfinished]
+    run_python(*words, "--clean-steps", "220", "--noisy-steps", "40")
     unfinished.rename(folder)
 
 
@@ -287,6 +286,22 @@ def run_main(monkeypatch, capfd, kept_handlers):
         return status, *capfd.readouterr()
 
     return run_main
+
+
+@pytest.fixture
+def compose(tmp_path):
+    """Writes files, each into a folder of its own, and loads them under these words."""
+
+    def compose(*texts, words=""):
+        files = []
+        for number, text in enumerate(texts):
+            files.append(tmp_path / str(number) / "config.toml")
+            files[-1].parent.mkdir(exist_ok=True)
+            files[-1].write_text(text)
+        words = words.split() if isinstance(words, str) else words
+        return load_run_config(files, overrides_of(words), checks_model=False)
+
+    return compose
 
 
 @pytest.fixture

@@ -398,8 +398,8 @@ def test_a_group_may_wait_for_the_slowest_teacher():
         {"top_p": 0.9, "sampling_mask": True},
     ],
 )
-def test_logprobs_that_cannot_be_compared_are_refused(options, tmp_path):
-    run = {"output_dir": str(tmp_path), "use_cpu": True, "env_workers": 0, "temperature": 1.0}
+def test_logprobs_that_cannot_be_compared_are_refused(options):
+    run = {"use_cpu": True, "env_workers": 0, "temperature": 1.0}
     args = RLConfig(**{**run, **options})
     env = [WeightedEnv(StubRunner(), "env", scorer=Distillation(TEACHER))]
     name = next(iter(options))
@@ -407,8 +407,8 @@ def test_logprobs_that_cannot_be_compared_are_refused(options, tmp_path):
         make_runner(env, "http://host", None, args)
 
 
-def test_a_policy_with_several_servers_is_not_its_own_teacher(tmp_path):
-    args = RLConfig(output_dir=str(tmp_path), use_cpu=True, env_workers=0, temperature=1.0)
+def test_a_policy_with_several_servers_is_not_its_own_teacher():
+    args = RLConfig(use_cpu=True, env_workers=0, temperature=1.0)
     args.vllm_servers = ["a:1", "b:1"]
     hinted = Distillation(algorithm="opsd", hint="{answer}")
     runner = StubRunner()

@@ -291,16 +291,16 @@ def test_examples_and_a_reward_function_go_to_a_worker(tokenizer, tmp_path):
     assert rewards == [1.0, 1.0, 9.0, 9.0]
 
 
-def test_what_cannot_be_made_again_runs_here_and_one_line_says_why(tokenizer, tmp_path, capfd):
+def test_what_cannot_be_made_again_runs_here_and_one_line_says_why(tokenizer, capfd):
     env, reason = env_from(["a"], lambda completion: 1.0), "cannot be sent to another process"
-    args = RLConfig(output_dir=str(tmp_path))
+    args = RLConfig()
     runner = make_runner(env, "http://unused", tokenizer, args)
     assert not isinstance(only_runner(runner), WorkerEnvironment)
     (line,) = [
         line for line in capfd.readouterr().out.splitlines() if "in a thread of the trainer" in line
     ]
     assert reason in line
-    args = RLConfig(output_dir=str(tmp_path), env_workers=1)
+    args = RLConfig(env_workers=1)
     with pytest.raises(InvalidEnvironmentError, match=f"env_workers=1: .*{reason}.*env_workers=0"):
         make_runner(env, "http://unused", tokenizer, args)
     rows = [{"prompt": "a", "answer": answer} for answer in ("x", lambda: "x")]
@@ -431,7 +431,7 @@ def test_a_worker_imports_the_script_that_defines_the_environment(tmp_path, guar
         assert lines.count("imported as __mp_main__") == 2
 
 
-def test_messages_keep_every_field_of_a_rollout(tmp_path):
+def test_messages_keep_every_field_of_a_rollout():
     samples = [
         Sample([1, 2, 3], [False, True, True], [0.0, -0.5, float("nan")], [-1, 4, 5]),
         Sample([7, 8], [False, True], [0.0, -0.25], [-1, 6]),

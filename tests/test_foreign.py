@@ -102,8 +102,8 @@ def test_a_python_that_cannot_run_workers_is_one_line_that_says_what_to_install(
         ),
     ],
 )
-def test_what_cannot_be_made_there_is_one_error(tmp_path, env, expected):
-    args = RLConfig(output_dir=str(tmp_path), use_cpu=True, env_workers=0)
+def test_what_cannot_be_made_there_is_one_error(env, expected):
+    args = RLConfig(use_cpu=True, env_workers=0)
     with pytest.raises(InvalidEnvironmentError, match=expected):
         mixed = [WeightedEnv(env, "e", python=sys.executable, folders=[V1])]
         make_runner(mixed, "http://unused", None, args)

@@ -94,10 +94,10 @@ def test_a_server_that_lacks_what_options_need_is_refused(caplog):
             check_options("http://s", {**exact, **lacking}, args)
 
 
-def test_each_server_of_several_is_asked_and_named(monkeypatch, tmp_path):
+def test_each_server_of_several_is_asked_and_named(monkeypatch):
     servers = stub_servers(monkeypatch, takes_seeds=False)
     args = RLConfig(
-        output_dir=str(tmp_path), use_cpu=True, deterministic=True, vllm_server_timeout=0.1,
+        use_cpu=True, deterministic=True, vllm_server_timeout=0.1,
         vllm_servers=["gpu:1", "cpu:2"],
     )  # fmt: skip
     pool = make_pool(make_tiny_model(), None, args)

@@ -555,10 +555,10 @@ def test_an_adapter_of_experts_travels_merged_only():
 @pytest.mark.parametrize("lora_sync", ["adapter", "auto", "merged"])
 @pytest.mark.parametrize("modules_to_save", [None, ["gate"]])
 def test_an_adapter_of_experts_is_refused_before_the_run_where_it_is_not_sent_merged(
-    monkeypatch, tmp_path, lora_sync, modules_to_save
+    monkeypatch, lora_sync, modules_to_save
 ):
     servers = stub_servers(monkeypatch, dtype="bfloat16")
-    args = RLConfig(output_dir=str(tmp_path), use_cpu=True, lora_sync=lora_sync, vllm_server_port=1)
+    args = RLConfig(use_cpu=True, lora_sync=lora_sync, vllm_server_port=1)
     config = LoraConfig(r=2, target_modules=TARGETS, modules_to_save=modules_to_save)
     policy = get_peft_model(make_tiny_moe(), config)
 
