@@ -33,9 +33,11 @@ from tests.helpers import (
     StubSource,
     load_example,
     make_tiny_model,
+    run_python,
     stub_servers,
 )
 from verifiers_rl import Orchestrator, RLConfig, RLTrainer
+from verifiers_rl.cli.config import load_run_config, overrides_of
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
 
 # A shell starts commands in the background with Ctrl-C ignored, and a process passes that on.
@@ -189,11 +191,16 @@ def warm_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train_warm_start(folder: Path) -> None:
     unfinished = folder.with_name("warm_start_unfinished")
-    command = [sys.executable, str(ROOT / "examples" / "warm_start.py")]
-    command += [str(EXAMPLE_MODULE), str(unfinished)]
-    command += ["--clean-steps", "220", "--noisy-steps", "40"]
-    subprocess.run(command, check=True, capture_output=True, timeout=500)
+    words = ["examples/warm_start.py", EXAMPLE_MODULE, unfinished]
+    run_python(*words, "--clean-steps", "220", "--noisy-steps", "40")
     unfinished.rename(folder)
+
+
+def is_running(pid):
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
 
 
 def processes_of(folder):
@@ -213,6 +220,17 @@ def tokenizer():
     return load_example("warm_start").make_tokenizer()
 
 
+OF_TINY_RUN = {
+    "use_cpu": True,
+    "use_lora": False,
+    "micro_batch_size": 4,
+    "max_seq_len": 32,
+    "learning_rate": 1e-2,
+    "save_strategy": "no",
+    "disable_tqdm": True,
+}
+
+
 @pytest.fixture
 def make_trainer(tokenizer, tmp_path):
     """Makes trainers of a tiny model, with stand-ins for environment and server."""
@@ -221,19 +239,8 @@ def make_trainer(tokenizer, tmp_path):
         model=None, source=None, sink=None, loss_fn=None, callbacks=(), peft_config=None,
         kind=RLTrainer, **options,
     ):  # fmt: skip
-        defaults = {
-            "output_dir": str(tmp_path / "run"),
-            "use_cpu": True,
-            "use_lora": False,
-            "batch_size": 8,
-            "rollouts_per_example": 4,
-            "micro_batch_size": 4,
-            "max_seq_len": 32,
-            "max_steps": 3,
-            "learning_rate": 1e-2,
-            "save_strategy": "no",
-            "disable_tqdm": True,
-        }
+        defaults = {"output_dir": str(tmp_path / "run"), "batch_size": 8, "max_steps": 3}
+        defaults |= {"rollouts_per_example": 4, **OF_TINY_RUN}
         return kind(
             model or make_tiny_model(), None, RLConfig(**{**defaults, **options}), tokenizer,
             loss_fn, peft_config, orchestrator=source or StubSource(),
@@ -287,6 +294,22 @@ def run_main(monkeypatch, capfd, kept_handlers):
         return status, *capfd.readouterr()
 
     return run_main
+
+
+@pytest.fixture
+def compose(tmp_path):
+    """Writes files, each into a folder of its own, and loads them under these words."""
+
+    def compose(*texts, words=""):
+        files = []
+        for number, text in enumerate(texts):
+            files.append(tmp_path / str(number) / "config.toml")
+            files[-1].parent.mkdir(exist_ok=True)
+            files[-1].write_text(text)
+        words = words.split() if isinstance(words, str) else words
+        return load_run_config(files, overrides_of(words), checks_model=False)
+
+    return compose
 
 
 @pytest.fixture

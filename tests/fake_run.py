@@ -1,7 +1,5 @@
 """Write the folder of a run that never happened, with plausible rollouts.
 
-    python -m tests.fake_run FOLDER [--rollouts 100000] [--steps 200]
-
 The files of rollouts come from the writer that runs use. Tests and benchmarks of what reads these
 files need many rollouts of all kinds: turns, tool calls, reasoning, branches, errors, cut replies,
 evaluations, two environments.
@@ -9,7 +7,6 @@ evaluations, two environments.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
@@ -164,18 +161,3 @@ def write_fake_run(
                 reward = sum(row["reward"] or 0.0 for row in rows) / NUM_EVAL
                 metrics.write(as_line({"step": step, "eval_reward": reward}) + "\n")
             writer.flush()  # as where steps are long
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--rollouts", type=int, default=100_000)
-    parser.add_argument("--steps", type=int, default=200)
-    options = parser.parse_args()
-    write_fake_run(options.folder, options.rollouts, options.steps)
-
-
-if __name__ == "__main__":
-    main()

@@ -12,15 +12,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from aiohttp import web
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -35,6 +33,7 @@ from transformers import (
     TrainerCallback,
 )
 
+from tests.serving import serving as serving
 from verifiers_rl.cli.config import EnvTable
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.requests import GroupRequest, Places
@@ -85,85 +84,78 @@ def example_env() -> Any:
     return example_table().load(EXAMPLE)
 
 
-def make_env(
-    questions: Mapping[str, str],
-    reward: Callable[[str, str, str], float],
-    setup: Callable[[], None] = lambda: None,
-) -> Any:
-    """An environment of one turn for these questions and their answers.
+ENVIRONMENT = """
+import verifiers.v1 as vf
 
-    Args:
-        reward: of question, reply and answer.
-        setup: runs at the beginning of each rollout, as code of the environment's own.
-    """
-    if str(ROOT / "tests" / "v1") not in sys.path:  # where verifiers looks for its id
-        sys.path.insert(0, str(ROOT / "tests" / "v1"))
-    from given_tasks import make_taskset
+__all__ = ["Given"]
 
-    return make_taskset(questions, reward, setup)
+
+class GivenTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
+    async def setup(self, trace, runtime):
+        SETUP
+
+    @vf.reward
+    async def given(self, trace: vf.Trace) -> float:
+        return 1.0
+
+
+class Given(vf.Taskset[GivenTask, vf.TasksetConfig]):
+    def load(self):
+        for i, question in enumerate(QUESTIONS):
+            yield GivenTask(vf.TaskData(idx=i, prompt=question), self.config.task)
+"""
 
 
 def write_environment(
-    folder: Path, name: str, questions: Mapping[str, str], setup: str = "None"
+    folder: Path, name: str, questions: Iterable[str], setup: str = "pass"
 ) -> str:
-    """A module with `make_env` of these arguments, and the lines of a TOML that name it."""
-    (folder / "given.py").write_text((ROOT / "tests" / "v1" / "given_tasks.py").read_text())
-    head = f"import given\n\n\ndef setup():\n    {setup}\n\n\n"
-    body = '__all__ = ["Given"]\n\n\nclass Given(given.GivenTaskset):\n'
-    body += f"    questions = {dict(questions)}\n    functions = (lambda *a: 1.0, setup)\n"
-    lines = f'[env.taskset]\nid = "{name}"\n[env.agent.harness]\nid = "null"\n'
-    (folder / f"{name}.py").write_text(head + body)
-    return lines
+    """Write a module with an environment of one turn for these questions, whose rollouts begin with
+    the statement `setup`. Return the lines of a TOML that name it.
+    """
+    text = ENVIRONMENT.replace("SETUP", setup).replace("QUESTIONS", repr([*questions]))
+    (folder / f"{name}.py").write_text(text)
+    return f'[env.taskset]\nid = "{name}"\n[env.agent.harness]\nid = "null"\n'
+
+
+TINY: dict[str, Any] = {
+    "vocab_size": 261,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+OF_QWEN3: dict[str, Any] = {"num_key_value_heads": 2, "eos_token_id": 257, "pad_token_id": 256}
 
 
 def make_tiny_model(tie_word_embeddings: bool = False, seed: int = 0) -> Qwen3ForCausalLM:
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=261,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        **TINY,
+        **OF_QWEN3,
         head_dim=8,
         max_position_embeddings=128,
         tie_word_embeddings=tie_word_embeddings,
-        eos_token_id=257,
-        pad_token_id=256,
     )
     return Qwen3ForCausalLM(config).float()
 
 
 def make_tiny_llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=261,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-    )
-    return LlamaForCausalLM(config).float()
+    return LlamaForCausalLM(LlamaConfig(**TINY)).float()
 
 
 def make_tiny_moe() -> Qwen3MoeForCausalLM:
     """Two of four experts a token; the sizes are those that vLLM's CPU kernels take."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        vocab_size=261,
-        hidden_size=64,
-        intermediate_size=128,
+        **TINY | {"hidden_size": 64, "intermediate_size": 128},
+        **OF_QWEN3,
         moe_intermediate_size=32,
         num_experts=4,
         num_experts_per_tok=2,
         norm_topk_prob=True,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=256,
-        eos_token_id=257,
-        pad_token_id=256,
     )
     return Qwen3MoeForCausalLM(config).float()
 
@@ -686,33 +678,26 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
+def run_python(
+    *words: Any, folder: Path | str = ROOT, status: int = 0, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with these words and the repository on its path, to an end with this status."""
+    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | variables
+    done = subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+    assert done.returncode == status, done.stdout[-4000:] + done.stderr[-5000:]
+    return done
+
+
 def run_script(folder: Path, text: str, *words: str, launcher: Sequence[str] = TWO_RANKS) -> str:
     """Run this Python script with these words, here or by a launcher. Return what it said on
     stderr.
     """
     (script := folder / "script.py").write_text(text)
-    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
-    environment = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *launcher, str(script), *words],
-        cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-5000:]
-    return done.stderr
-
-
-@asynccontextmanager
-async def serving(handler, path="/v1/chat/completions"):
-    """The base URL of an HTTP server on loopback that answers this path with the handler."""
-    app = web.Application()
-    app.router.add_route("*", path, handler)
-    runner = web.AppRunner(app, shutdown_timeout=1, handler_cancellation=True)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    return run_python(*launcher, script, *words, OMP_NUM_THREADS="1").stderr
 
 
 def check_lines(lines, name):

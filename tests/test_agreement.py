@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import load_example, make_tiny_model, make_tiny_moe
+from tests.helpers import make_tiny_model, make_tiny_moe
 from tests.reference import reference_policy
 from verifiers_rl import RLConfig
 from verifiers_rl.inference.client import InferenceServerError
@@ -42,35 +42,30 @@ class StubServer:
         return {"choices": [{"token_ids": new, "logprobs": {"token_logprobs": logprobs}}]}
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_example("warm_start").make_tokenizer()
+def args_with(**options):
+    return RLConfig(use_cpu=True, **{"max_seq_len": 64, **options})
 
 
-def args_with(tmp_path, **options):
-    return RLConfig(output_dir=str(tmp_path), use_cpu=True, **{"max_seq_len": 64, **options})
-
-
-def test_the_server_that_has_the_trained_model_agrees(tmp_path, tokenizer, caplog):
+def test_the_server_that_has_the_trained_model_agrees(tokenizer, caplog):
     model = make_tiny_model()
     server = StubServer(make_tiny_model().double())
     model.train()
-    check_agreement(model, server, "policy", tokenizer, args_with(tmp_path, temperature=0.7))
+    check_agreement(model, server, "policy", tokenizer, args_with(temperature=0.7))
     (body,) = server.bodies
     assert body["model"] == "policy" and body["temperature"] == 0.7
     assert tokenizer.decode(body["prompt"]) == PROMPT and body["max_tokens"] == NUM_TOKENS
     assert model.training and not caplog.records
 
 
-def test_a_prompt_and_its_reply_fit_the_longest_sequence(tmp_path, tokenizer):
+def test_a_prompt_and_its_reply_fit_the_longest_sequence(tokenizer):
     server = StubServer(make_tiny_model().double())
-    args = args_with(tmp_path, max_seq_len=10)
+    args = args_with(max_seq_len=10)
     check_agreement(make_tiny_model(), server, "policy", tokenizer, args)
     assert (len(server.bodies[0]["prompt"]), server.bodies[0]["max_tokens"]) == (5, 5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_server_with_other_weights_of_the_same_shapes_is_refused(tmp_path, tokenizer, dtype):
+def test_a_server_with_other_weights_of_the_same_shapes_is_refused(tokenizer, dtype):
     other = make_tiny_model(seed=1).double()
     other.lm_head.weight.data.mul_(20)  # of new models all logprobs are nearly the same
     message = (
@@ -79,12 +74,12 @@ def test_a_server_with_other_weights_of_the_same_shapes_is_refused(tmp_path, tok
     )
     with pytest.raises(InferenceServerError, match=message):
         check_agreement(
-            make_tiny_model(), StubServer(other, dtype), "policy", tokenizer, args_with(tmp_path)
+            make_tiny_model(), StubServer(other, dtype), "policy", tokenizer, args_with()
         )
 
 
-def test_rounding_is_no_other_model(tmp_path, tokenizer):
-    args = args_with(tmp_path)
+def test_rounding_is_no_other_model(tokenizer):
+    args = args_with()
     for noise in (0.02, 0.2):
         server = StubServer(make_tiny_model().double(), "bfloat16", noise)
         check_agreement(make_tiny_model(), server, "policy", tokenizer, args)
@@ -93,12 +88,12 @@ def test_rounding_is_no_other_model(tmp_path, tokenizer):
             check_agreement(make_tiny_model(), exact, "policy", tokenizer, args)
 
 
-def test_logprobs_that_are_nan_are_another_model(tmp_path, tokenizer):
+def test_logprobs_that_are_nan_are_another_model(tokenizer):
     model = make_tiny_model()
     model.lm_head.weight.data[0, 0] = torch.nan
     server = StubServer(make_tiny_model().double(), "bfloat16")
     with pytest.raises(InferenceServerError, match="nan nats apart"):
-        check_agreement(model, server, "policy", tokenizer, args_with(tmp_path))
+        check_agreement(model, server, "policy", tokenizer, args_with())
 
 
 def test_a_tokenizer_without_letters_has_a_prompt_too():
@@ -127,11 +122,11 @@ def log_softmax64(row):
     return row - row.max() - np.log(np.exp(row - row.max()).sum())
 
 
-def test_logprobs_of_samples_are_taken_at_the_temperature_over_the_mask(tmp_path):
+def test_logprobs_of_samples_are_taken_at_the_temperature_over_the_mask():
     model = make_tiny_model()
     logits = model(input_ids=torch.tensor([IDS])).logits[0].detach().numpy() / 0.7
     expected = [log_softmax64(logits[at - 1])[IDS[at]] for at in (2, 3, 5)]
-    args = args_with(tmp_path, temperature=0.7)
+    args = args_with(temperature=0.7)
     (found,) = logprobs_of_samples(model, [sample_of()], args)
     np.testing.assert_allclose(found, expected, atol=1e-5)
     mask = np.full((6, 3), -1, np.int32)
@@ -143,9 +138,9 @@ def test_logprobs_of_samples_are_taken_at_the_temperature_over_the_mask(tmp_path
     assert model.training
 
 
-def test_logprobs_of_samples_use_the_experts_of_the_server_and_no_others(tmp_path):
+def test_logprobs_of_samples_use_the_experts_of_the_server_and_no_others():
     model = make_tiny_moe()
-    args = args_with(tmp_path, router_replay=True)
+    args = args_with(router_replay=True)
     (own,) = logprobs_of_samples(model, [sample_of()], args)
     chosen = np.tile(np.array([0, 1], np.int16), (len(IDS), 2, 1))
     (replayed,) = logprobs_of_samples(model, [sample_of(extras={"routed_experts": chosen})], args)
@@ -155,10 +150,10 @@ def test_logprobs_of_samples_use_the_experts_of_the_server_and_no_others(tmp_pat
     np.testing.assert_array_equal(own, again)
 
 
-def test_logprobs_of_samples_round_as_the_trainer_does(tmp_path):
+def test_logprobs_of_samples_round_as_the_trainer_does():
     model = make_tiny_model()
-    (exact,) = logprobs_of_samples(model, [sample_of()], args_with(tmp_path))
-    half = args_with(tmp_path, bf16=True)
+    (exact,) = logprobs_of_samples(model, [sample_of()], args_with())
+    half = args_with(bf16=True)
     (rounded,) = logprobs_of_samples(model, [sample_of()], half)
     half.head_dtype = "float32"
     (with_head,) = logprobs_of_samples(model, [sample_of()], half)

@@ -39,10 +39,10 @@ DATA = r"belong to env: RLTrainer\(model, env_from\(prompts, reward.* docs/from_
         ({"report_to": "wandbb"}, r"report_to=.*wandbb is not supported, only"),
     ],
 )
-def test_an_argument_that_cannot_work_is_refused_at_once(tmp_path, options, message):
+def test_an_argument_that_cannot_work_is_refused_at_once(options, message):
     given = {"model": "a/model-that-is-not-looked-for", "env": "an env", **options}
     report_to = given.pop("report_to", "none")
-    args = RLConfig(output_dir=str(tmp_path), use_cpu=True, report_to=report_to)
+    args = RLConfig(use_cpu=True, report_to=report_to)
     with pytest.raises(ConfigError, match=message):
         RLTrainer(args=args, **given)
 

@@ -1,15 +1,12 @@
 """The scripts under benchmarks/ run by hand. Here: that what they import is still there."""
 
 import ast
-import os
-import subprocess
-import sys
 from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
 
-from tests.helpers import ROOT
+from tests.helpers import ROOT, run_python
 
 SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py"))
 
@@ -32,15 +29,8 @@ print([name for child, name in children.items() if os.waitpid(child, 0)[1]])
 
 @pytest.mark.slow
 def test_each_benchmark_can_be_imported():
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORT, *(path.stem for path in SCRIPTS)],
-        cwd=ROOT / "benchmarks",
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    words = ["-c", IMPORT, *(path.stem for path in SCRIPTS)]
+    done = run_python(*words, folder=ROOT / "benchmarks")
     assert done.stdout.splitlines()[-1:] == ["[]"], (done.stdout, done.stderr[-3000:])
 
 

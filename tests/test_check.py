@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import processes_of
-from tests.helpers import make_tiny_model
-from tests.test_e2e_train import run_python, write_run
+from tests.helpers import make_tiny_model, run_python
+from tests.test_e2e_train import write_run
 from verifiers_rl.cli.check import check
 from verifiers_rl.cli.config import load_run_config
 

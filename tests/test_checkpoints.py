@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +21,6 @@ from tests.helpers import StubSink, StubSource, breaking, make_tiny_model, on, w
 from tests.test_rollouts import read as read_rollouts
 from verifiers_rl import RLTrainer, checkpoints
 from verifiers_rl.config import ConfigError
-from verifiers_rl.inference.client import InferenceClient, ServerLostError
 from verifiers_rl.process import disk
 from verifiers_rl.process.interrupts import Interrupted
 from verifiers_rl.report.run_folder import (
@@ -187,17 +185,6 @@ def test_weights_in_the_middle_of_a_step_are_not_saved(make_run, folder):
     with pytest.raises(ValueError, match="it broke"):
         make_run(kind=Failing, save_steps=100).train()
     assert newest_checkpoint(folder) is None
-
-
-def test_the_wait_for_a_lost_server_ends_with_a_signal(make_run, monkeypatch):
-    class Lost(StubSink):
-        def wait_for_server(self):
-            threading.Timer(0.05, os.kill, [os.getpid(), signal.SIGINT]).start()
-            InferenceClient("127.0.0.1", 1, 60.0).wait_until_ready()
-
-    source = breaking(StubSource(), "get", ServerLostError("gone"))
-    with pytest.raises(Interrupted):
-        make_run(source=source, sink=Lost()).train()
 
 
 def test_a_signal_behind_the_last_step_ends_the_run_when_its_model_is_saved(make_run, folder):

@@ -2,20 +2,12 @@
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
-from tests.conftest import wait_until
+from tests.conftest import is_running, wait_until
 from verifiers_rl.cli.children import LocalChild
 from verifiers_rl.cli.supervise import answers
-
-
-def is_running(pid):
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import pytest
 
 from tests.conftest import free_port, processes_of
 from tests.helpers import (
-    load_example,
     make_tiny_model,
     write_environment,
 )
@@ -231,15 +230,6 @@ def test_on_the_cpu_the_server_leaves_half_of_the_cores_to_the_trainer(cores, nu
     assert server_cores(cores, num_workers) == bound
 
 
-@pytest.mark.parametrize("command", ["rl", "train"])
-def test_the_process_of_either_command_ends_with_status_1(write_toml, command):
-    words = ["-m", f"verifiers_rl.cli.{command}", "@", str(write_toml("[env]\n"))]
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    said = done.stderr.splitlines()[-1]
-    assert said.startswith(f"vf-{command}: error: ") and "[env]: id is missing" in said
-
-
 ON_A_CPU = "[inference]\ngpus = 0\n[trainer]\ngpus = 0\n[trainer.args]\n"
 
 
@@ -270,14 +260,14 @@ def test_a_used_folder_is_one_clear_error_before_anything_starts(
 
 @pytest.mark.slow
 def test_an_environment_that_cannot_work_ends_vf_rl_before_its_server_is_up(
-    write_toml, error_of, tmp_path, monkeypatch
+    write_toml, error_of, tmp_path, monkeypatch, tokenizer
 ):
     # A server that is never up. The trainer is the real one.
     server = ["-c", "import time; time.sleep(600)"]
     monkeypatch.setattr(plan.ServerPlan, "command", lambda *_: server)
     monkeypatch.setenv("VF_RL_TEST", str(tmp_path))
-    env = write_environment(tmp_path, "tiny_env", {})
-    load_example("warm_start").make_tokenizer().save_pretrained(tmp_path / "model")
+    env = write_environment(tmp_path, "tiny_env", [])
+    tokenizer.save_pretrained(tmp_path / "model")
     options = f'output_dir = "{tmp_path}/run"\nvllm_server_port = {free_port()}\nmax_seq_len = 32\n'
     toml = write_toml(env + ON_A_CPU + options)
     said = error_of(rl, "@", toml, "--no-tmux")

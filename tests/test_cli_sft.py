@@ -1,16 +1,13 @@
 """`vf-sft`: what its command line and its TOML mean, and a run."""
 
 import json
-import os
-import subprocess
-import sys
 import tomllib
 
 import pytest
 
-from tests.helpers import ROOT, load_example, make_tiny_model
+from tests.helpers import make_tiny_model, run_python
 from tests.test_sft import conversations
-from verifiers_rl.cli.config import TomlError, load_run_config
+from verifiers_rl.cli.config import load_run_config
 from verifiers_rl.report.run_folder import metrics_file, read_metrics
 from verifiers_rl.sft import main as sft
 
@@ -32,12 +29,12 @@ save_strategy = "no"
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch, tokenizer):
     """A folder with a TOML, its data and its model."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # which vf-sft sets
     monkeypatch.chdir(tmp_path)
     make_tiny_model().save_pretrained(tmp_path / "base")
-    load_example("warm_start").make_tokenizer().save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
     for name, num in (("train", 6), ("held_out", 3)):
         lines = "\n".join(json.dumps(row) for row in conversations(num))
         (tmp_path / f"{name}.jsonl").write_text(lines)
@@ -54,11 +51,7 @@ def load(folder, *overrides):
 def test_a_toml_and_its_data_become_a_model(folder, run_main):
     words = ["@", "sft.toml", "--data.eval", "held_out.jsonl"]
     words += ["--trainer.args.eval_strategy", "steps", "--trainer.args.eval_steps", "3"]
-    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "verifiers_rl.sft.main", *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run_python("-m", "verifiers_rl.sft.main", *words, folder=folder)
     assert "data for training: 6 rows with" in done.stdout
     run = folder / "outputs" / "sft"
     rows = read_metrics(metrics_file(run))
@@ -69,19 +62,6 @@ def test_a_toml_and_its_data_become_a_model(folder, run_main):
     assert (run / "model.safetensors").is_file()
     status, _, said = run_main(sft.main, *words)
     assert status == 1 and "vf-sft: error: output_dir=" in said
-
-
-def test_a_dry_run_prints_what_would_run(folder, run_main):
-    option = ["--trainer.args.lora_target_modules", "a", "b"]
-    status, out, err = run_main(sft.main, "--dry-run", "@", "sft.toml", *option)
-    assert status == 0
-    assert tomllib.loads(out)["trainer"]["args"]["lora_target_modules"] == ["a", "b"]
-    assert "It runs as it is: vf-sft @ resolved.toml" in out and "nothing was started" in err
-    resolved = folder / "resolved.toml"
-    resolved.write_text(out)
-    config = load_run_config(resolved, kind=sft.SFTRunConfig)
-    assert config.data.train == [str(folder / "train.jsonl")]
-    assert config.make_args(use_cpu=True).num_train_epochs == 2
 
 
 def test_data_is_found_beside_its_toml_or_on_the_hub(folder):
@@ -103,30 +83,3 @@ def test_parts_of_a_file_are_trained_and_held_out(folder, monkeypatch):
     config.make_trainer(config.make_args(use_cpu=True))
     rows = conversations(6)
     assert given[2:4] == [rows[:4], rows[4:]]
-
-
-@pytest.mark.parametrize(
-    ("override", "problem"),
-    [
-        ("data.trian=a.jsonl", r"\[data\] has an unknown key 'trian'; did you mean 'train'"),
-        ("data.eval=held_out.jsonl", r"\[data\]: has held-out rows, and there are no evaluations"),
-        ("data.subset=main", r"subset='main': without effect, because files have no subsets"),
-        ("inference.gpus=1", "unknown key 'inference'; vf-sft starts no server"),
-    ],
-)
-def test_a_key_that_cannot_work_is_named(folder, override, problem):
-    with pytest.raises(TomlError, match=problem):
-        load(folder, override)
-
-
-def test_a_file_that_is_not_there_is_named_before_anything_starts(folder):
-    with pytest.raises(TomlError, match=r"\[data\] train=.*: there is no file .*/a.jsonl; correct"):
-        load(folder, "data.train=a.jsonl").prepare()
-
-
-def test_data_is_of_vf_sft_alone_and_needed_there(folder):
-    with pytest.raises(TomlError, match="unknown key 'data'; it is of vf-sft"):
-        load_run_config(folder / "sft.toml")
-    (folder / "sft.toml").write_text('model = "./base"\n')
-    with pytest.raises(TomlError, match=r"\[data\] train is missing; set it to a .jsonl file"):
-        load(folder)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from verifiers_rl.cli import config as config_module
-from verifiers_rl.cli.config import TomlError, load_run_config
+from verifiers_rl.cli.config import TomlError
 from verifiers_rl.cli.plan import SERVERS_VARIABLE
 from verifiers_rl.inference.client import TOKEN_VARIABLE
 
@@ -44,27 +44,16 @@ FLAT = 'model = "org/small"\nmax_steps = 3\n'
 
 
 @pytest.fixture
-def read(tmp_path, monkeypatch):
-    monkeypatch.delenv(SERVERS_VARIABLE, raising=False)
-
-    def read(text, *overrides):
-        path = tmp_path / "rl.toml"
-        path.write_text(text)
-        return load_run_config(path, overrides, checks_model=False)
-
-    return read
-
-
-@pytest.fixture
 def no_environments(monkeypatch):
+    monkeypatch.delenv(SERVERS_VARIABLE, raising=False)
     monkeypatch.setattr(config_module.EnvTable, "load", lambda self, *folders: f"env {self.id}")
 
 
 @pytest.mark.parametrize("head", [OURS, FLAT], ids=["ours", "flat"])
 def test_environments_of_a_toml_learn_from_its_teachers(
-    read, tmp_path, monkeypatch, no_environments, head
+    compose, tmp_path, monkeypatch, no_environments, head
 ):
-    config = read(head + ENVS + TEACHERS, ("trainer.args.vllm_server_timeout", "77"))
+    config = compose(head + ENVS + TEACHERS, words="--trainer.args.vllm_server_timeout 77")
     monkeypatch.setenv(SERVERS_VARIABLE, json.dumps({"teacher-old": "127.0.0.1:4321"}))
     monkeypatch.setenv(TOKEN_VARIABLE, "of the run")
     monkeypatch.setenv("BIG_KEY", "of the user")
@@ -76,19 +65,21 @@ def test_environments_of_a_toml_learn_from_its_teachers(
     big, old = words.teacher, sums.teacher
     assert (big.name, big.model, big.base_url) == ("big", "org/big", "http://10.0.0.2:8000")
     assert (big.key(), big.timeout_s, big.max_concurrent) == ("of the user", 300.0, 8)
-    assert (old.model, old.base_url) == (str(tmp_path / "old"), "http://127.0.0.1:4321")
+    assert (old.model, old.base_url) == (str(tmp_path / "0" / "old"), "http://127.0.0.1:4321")
     # Its server may take as long as the others to load.
     assert (old.key(), old.timeout_s, old.max_concurrent) == ("of the run", 77, 64)
     assert config.teachers[1].args == {"max_num_seqs": 16}
 
 
-def test_where_nothing_learns_no_teacher_is_needed(read, no_environments):
-    envs = read(OURS + ENVS + TEACHERS).load_envs(with_teachers=False)
+def test_where_nothing_learns_no_teacher_is_needed(compose, no_environments):
+    envs = compose(OURS + ENVS + TEACHERS).load_envs(with_teachers=False)
     assert [env.name for env in envs] == ["letters", "words", "sums"]
     assert not any(env.scorer for env in envs)
 
 
-def test_a_teacher_that_only_vf_rl_starts_is_one_line_elsewhere(read, no_environments):
-    config = read(OURS + ENVS + TEACHERS)
-    with pytest.raises(TomlError, match=r"rl\.toml: \[\[teacher\]\] 2: teacher 'old' has no base_"):
+def test_a_teacher_that_only_vf_rl_starts_is_one_line_elsewhere(compose, no_environments):
+    config = compose(OURS + ENVS + TEACHERS)
+    with pytest.raises(
+        TomlError, match=r"config\.toml: \[\[teacher\]\] 2: teacher 'old' has no base_"
+    ):
         config.load_envs()

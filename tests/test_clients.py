@@ -9,14 +9,12 @@ import openai
 import pytest
 from aiohttp import web
 
-from tests.helpers import serving
+from tests.serving import chat_reply, serving
 from verifiers_rl.inference.client import TOKEN_VARIABLE
 from verifiers_rl.inference.rollout_client import ServerClient
 from verifiers_rl.inference.session import RolloutSession
 
-MESSAGE = {"role": "assistant", "content": "yes"}
-REPLY = {"id": "1", "object": "chat.completion", "created": 0, "model": "m"}
-REPLY["choices"] = [{"index": 0, "finish_reason": "stop", "message": MESSAGE}]
+REPLY = chat_reply("yes")
 
 
 @asynccontextmanager

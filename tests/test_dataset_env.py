@@ -35,8 +35,8 @@ def exact(completion, answer):
     return float(completion == answer)
 
 
-def sizes_of(env, tmp_path):
-    args = RLConfig(output_dir=str(tmp_path), env_workers=0)
+def sizes_of(env):
+    args = RLConfig(env_workers=0)
     runner = make_runner(env, "http://unused", None, args)
     return runner.sizes("train"), runner.sizes("eval")
 
@@ -78,11 +78,11 @@ class MapStyle(torch.utils.data.Dataset):
     ],
     ids=lambda dataset: type(dataset).__name__,
 )
-def test_a_reward_function_gets_the_columns_that_it_names(dataset, tmp_path):
+def test_a_reward_function_gets_the_columns_that_it_names(dataset):
     env = env_from(dataset, exact)
     assert [task.data.prompt for task in env] == ["2 + 3", "1 + 1"]
     assert rewards(env) == [1.0, 0.0]
-    assert sizes_of(env, tmp_path) == ([2], [2])
+    assert sizes_of(env) == ([2], [2])
 
 
 def test_reward_functions_of_all_kinds():
@@ -128,9 +128,9 @@ def test_prompts_of_all_kinds_and_a_system_prompt():
         assert env_from(texts, lambda completion: 1).tasks[1].data.prompt == "b"
 
 
-def test_evaluations_may_have_rows_of_their_own(tmp_path):
+def test_evaluations_may_have_rows_of_their_own():
     env = env_from(ROWS, exact, eval_dataset=[{"prompt": "0", "answer": "0"}])
-    assert sizes_of(env, tmp_path) == ([2], [1])
+    assert sizes_of(env) == ([2], [1])
     with pytest.raises(InvalidEnvironmentError, match="eval_dataset: the reward function 'exact'"):
         env_from(ROWS, exact, eval_dataset=["0"])
 

@@ -11,7 +11,8 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from tests.conftest import free_port
-from tests.helpers import StubRunner, load_example, make_request, make_samples, serving
+from tests.helpers import StubRunner, load_example, make_request, make_samples
+from tests.serving import in_thread, serving
 from verifiers_rl import RLConfig, WeightedEnv
 from verifiers_rl.distill import Distillation, Teacher, TeacherError
 from verifiers_rl.distill.scoring import teacher_advantages
@@ -19,7 +20,6 @@ from verifiers_rl.distill.teacher import TeacherClient, check_vocabulary
 from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
 from verifiers_rl.envs.make import Environments, Part, make_runner
 from verifiers_rl.inference.client import TOKEN_VARIABLE, ServerLostError
-from verifiers_rl.process.loop_thread import LoopThread
 from verifiers_rl.types import Sample
 
 
@@ -222,9 +222,7 @@ def taught(runner, distillation, url="http://127.0.0.1:1", tokenizer=None, examp
 
 def generate(make_orchestrator, algorithm, runner=None, **options):
     """A batch of a stub environment with the stand-in as its teacher, and the requests."""
-    thread, stand_in = LoopThread("teacher"), teaching()
-    url, requests = thread.run(stand_in.__aenter__()).result(10)
-    try:
+    with in_thread(teaching()) as (url, requests):
         teacher = Distillation(Teacher("big", url), algorithm, 0.5)
         parts = [taught(runner or StubRunner(), teacher)]
         if options.pop("mixes", False):
@@ -233,8 +231,6 @@ def generate(make_orchestrator, algorithm, runner=None, **options):
         orchestrator = make_orchestrator(Environments(parts), **options)
         orchestrator.submit(0, "policy", 0)
         return orchestrator.get(), requests
-    finally:
-        thread.stop(lambda: stand_in.__aexit__(None, None, None))
 
 
 def theirs_of(sample):
@@ -304,9 +300,7 @@ def test_evaluations_and_failed_rollouts_need_no_teacher():
 # --- Self-distillation ----------------------------------------------------------------------------
 
 
-def test_the_teacher_of_opsd_reads_the_hint_before_the_rollouts_own_tokens():
-    tokenizer = load_example("warm_start").make_tokenizer()
-
+def test_the_teacher_of_opsd_reads_the_hint_before_the_rollouts_own_tokens(tokenizer):
     async def example(split, index):
         return {"split": split, "task": {"data": {"prompt": "p"}, "row": {"answer": f"a{index}"}}}
 
@@ -404,8 +398,8 @@ def test_a_group_may_wait_for_the_slowest_teacher():
         {"top_p": 0.9, "sampling_mask": True},
     ],
 )
-def test_logprobs_that_cannot_be_compared_are_refused(options, tmp_path):
-    run = {"output_dir": str(tmp_path), "use_cpu": True, "env_workers": 0, "temperature": 1.0}
+def test_logprobs_that_cannot_be_compared_are_refused(options):
+    run = {"use_cpu": True, "env_workers": 0, "temperature": 1.0}
     args = RLConfig(**{**run, **options})
     env = [WeightedEnv(StubRunner(), "env", scorer=Distillation(TEACHER))]
     name = next(iter(options))
@@ -413,8 +407,8 @@ def test_logprobs_that_cannot_be_compared_are_refused(options, tmp_path):
         make_runner(env, "http://host", None, args)
 
 
-def test_a_policy_with_several_servers_is_not_its_own_teacher(tmp_path):
-    args = RLConfig(output_dir=str(tmp_path), use_cpu=True, env_workers=0, temperature=1.0)
+def test_a_policy_with_several_servers_is_not_its_own_teacher():
+    args = RLConfig(use_cpu=True, env_workers=0, temperature=1.0)
     args.vllm_servers = ["a:1", "b:1"]
     hinted = Distillation(algorithm="opsd", hint="{answer}")
     runner = StubRunner()

@@ -6,7 +6,6 @@ import ast
 import importlib.util
 import inspect
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -26,7 +25,8 @@ from torch.distributed.run import get_args_parser
 import verifiers_rl
 import verifiers_rl.sft
 from tests.fake_run import write_fake_run
-from tests.helpers import ROOT, load_example, make_tiny_model
+from tests.helpers import EXAMPLE, ROOT, load_example, make_tiny_model, run_python
+from tests.test_weight_sync import with_trained_adapter
 from verifiers_rl import RLConfig, RLTrainer
 from verifiers_rl.advantages import ADVANTAGES, as_numbers
 from verifiers_rl.cli import flat
@@ -206,7 +206,7 @@ def in_docs_folder(tmp_path, monkeypatch):
     """A folder with what the pages say is there: environments, a trained adapter, a prompt."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ENVIRONMENTS))
-    monkeypatch.syspath_prepend(str(ROOT / "examples" / "reverse_text"))
+    monkeypatch.syspath_prepend(str(EXAMPLE))
     monkeypatch.setattr(verifiers_rl, "RLTrainer", TrainerOfDocs, raising=False)
     monkeypatch.setattr(verifiers_rl.sft, "SFTTrainer", SFTTrainerOfDocs, raising=False)
     prompt = tmp_path / "outputs" / "prompt" / "best_system_prompt.txt"
@@ -217,32 +217,21 @@ def in_docs_folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def write_adapter(folder):
+def write_adapter(folder, tokenizer):
     """A run's folder after training with LoRA, of the tests' tiny model."""
-    from peft import LoraConfig, get_peft_model
-
-    base, tokenizer = folder / "base", load_example("warm_start").make_tokenizer()
-    make_tiny_model().save_pretrained(base)
-    model = make_tiny_model()
-    model.name_or_path = str(base)
-    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    adapted.peft_config["default"].base_model_name_or_path = str(base)
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(std=0.1)
-    adapted.save_pretrained(folder / "outputs" / "rl")
+    make_tiny_model().save_pretrained(folder / "base")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "base")
+    with_trained_adapter(model).save_pretrained(folder / "outputs" / "rl")
     tokenizer.save_pretrained(folder / "outputs" / "rl")
 
 
 @pytest.mark.parametrize("page", pages_with("python"))
-def test_python_runs(page, in_docs_folder):
+def test_python_runs(page, in_docs_folder, tokenizer):
     """Each block is run as a script, with a trainer that only checks what it is given."""
     if page == "docs/resume.md":
-        write_adapter(in_docs_folder)
+        write_adapter(in_docs_folder, tokenizer)
     if page == "docs/watching.md":
         write_fake_run(in_docs_folder / "outputs" / "rl", 400, num_steps=20, tokens_of=0.5)
-    tokenizer = load_example("warm_start").make_tokenizer()
     # As a program, an environment with tools would serve them.
     name = "imported" if page == "docs/environments.md" else "__main__"
     for text in blocks(page, "python"):
@@ -329,8 +318,7 @@ def commands(page):
 @cache
 def help_of(program, *commands):
     scripts = tomllib.loads(read("pyproject.toml"))["project"]["scripts"]
-    command = [sys.executable, "-m", scripts[program].partition(":")[0], *commands, "--help"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240).stdout
+    return run_python("-m", scripts[program].partition(":")[0], *commands, "--help").stdout
 
 
 @cache
@@ -362,9 +350,8 @@ def check_command(words, page):
     elif program in ("vf-vllm", "vllm"):
         assert {*options} <= server_flags(), words
     elif program == "vf-gepa":  # whose options depend on the environment
-        command = [str(Path(sys.executable).parent / program), *rest, "--dry-run"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT / "examples" / "reverse_text")}
-        subprocess.run(command, env=environment, check=True, timeout=240)
+        program = Path(sys.executable).parent / program
+        run_python(program, *rest, "--dry-run", folder=".", PYTHONPATH=str(EXAMPLE))
     elif program.startswith("vf-"):
         for option in options:
             key = option[2:].replace("-", "_")
@@ -460,10 +447,8 @@ def test_names_of_options_and_metrics_exist(name):
 
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path):
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
-    command += ["-d", str(tmp_path / "trees"), str(DOCS), str(tmp_path / "site")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    words = ["-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "-d", tmp_path / "trees"]
+    run_python(*words, DOCS, tmp_path / "site")
     for path in DOCS.glob("*.md"):
         assert (tmp_path / "site" / f"{path.stem}.html").is_file()
     index = (tmp_path / "site" / "index.html").read_text()

@@ -14,7 +14,7 @@ import pytest
 from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
 from tests.conftest import running_server
-from tests.helpers import at_bucket, load_example, make_tiny_model
+from tests.helpers import at_bucket, make_tiny_model
 from tests.troubled_env import num_letters
 from verifiers_rl import RLConfig, RLTrainer, env_from
 
@@ -22,13 +22,13 @@ pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
+def model_folder(tmp_path_factory, tokenizer):
     folder = tmp_path_factory.mktemp("model")
     config = make_tiny_model().config.to_dict()  # with heads that vLLM's CPU kernels take
     config |= {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
     config |= {"head_dim": 32, "max_position_embeddings": 256}
     Qwen3ForCausalLM(Qwen3Config.from_dict(config)).save_pretrained(folder)
-    load_example("warm_start").make_tokenizer().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder
 
 

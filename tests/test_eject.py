@@ -1,14 +1,13 @@
 """`vf-rl --eject`: the copies train as the originals do, and an edit in either has an effect."""
 
 import importlib
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import verifiers_rl
-from tests.helpers import StubSink
+from tests.helpers import StubSink, run_python
 from verifiers_rl import RLTrainer
 from verifiers_rl.cli import rl
 
@@ -17,14 +16,12 @@ NAMES = {"my_trainer.py": "trainer.py", "my_orchestrator.py": "orchestrator.py"}
 
 
 @pytest.fixture
-def run_eject(monkeypatch, capsys):
-    """Runs vf-rl with these words. Returns its exit status and what it printed."""
+def run_eject(run_main):
+    """Runs vf-rl --eject into a folder. Returns its exit status and what it printed."""
 
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["vf-rl", *words])
-        with pytest.raises(SystemExit) as ended:
-            rl.main()
-        return ended.value.code, "".join(capsys.readouterr())
+    def run(*folder):
+        status, *said = run_main(rl.main, "--eject", *folder)
+        return status, "".join(said)
 
     return run
 
@@ -124,7 +121,7 @@ FORKS = {
 def test_a_change_of_the_step_is_one_edit_of_one_copy(
     tmp_path, run_eject, import_fork, train, name
 ):
-    status, said = run_eject("--eject", str(tmp_path))
+    status, said = run_eject(tmp_path)
     assert status == 0 and 'class = "my_trainer:RLTrainer"' in said
     plain = train(RLTrainer)
     of_orchestrator = "rollouts" in name
@@ -146,7 +143,7 @@ def test_a_change_of_the_step_is_one_edit_of_one_copy(
 
 def test_the_copies_are_the_originals_but_for_one_import(tmp_path, run_eject, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert run_eject("--eject")[0] == 0  # into this folder
+    assert run_eject()[0] == 0  # into this folder
     for name, original in NAMES.items():
         head, *lines = (tmp_path / name).read_text().splitlines()
         assert f"{verifiers_rl.__version__}, {original}" in head
@@ -159,14 +156,14 @@ def test_the_copies_are_the_originals_but_for_one_import(tmp_path, run_eject, mo
 
 
 def test_a_script_may_import_the_copy_first(tmp_path, run_eject):
-    assert run_eject("--eject", str(tmp_path))[0] == 0
+    assert run_eject(tmp_path)[0] == 0
     code = "from my_trainer import RLTrainer; import transformers; transformers.Trainer"
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=120)
+    run_python("-c", code, folder=tmp_path)
 
 
 def test_a_fork_that_is_there_already_is_not_overwritten(tmp_path, run_eject):
     (tmp_path / "my_orchestrator.py").write_text("mine")
-    status, said = run_eject("--eject", str(tmp_path))
+    status, said = run_eject(tmp_path)
     assert status == 1
     assert f"{tmp_path} holds my_orchestrator.py already; choose another folder" in said
     assert (tmp_path / "my_orchestrator.py").read_text() == "mine"

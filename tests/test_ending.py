@@ -27,7 +27,7 @@ from verifiers_rl.process.interrupts import Interrupted
     ],
 )
 def test_an_interrupted_vf_train_says_so_once_and_has_the_signals_status(
-    tmp_path, monkeypatch, capsys, kept_handlers, when, number, rank, said
+    tmp_path, monkeypatch, run_main, when, number, rank, said
 ):
     def interrupt_at(place):
         if when == place:
@@ -55,12 +55,9 @@ def test_an_interrupted_vf_train_says_so_once_and_has_the_signals_status(
         'model = "m"\n[env]\nid = "e"\n[trainer]\ngpus = 0\n'
         f'[trainer.args]\noutput_dir = "{tmp_path}/run"\n'
     )
-    monkeypatch.setattr(sys, "argv", ["vf-train", "@", str(toml)])
     monkeypatch.setenv("RANK", rank)
-    with pytest.raises(SystemExit) as ended:
-        train.main()
-    error = capsys.readouterr().err
-    assert ended.value.code == 128 + number and "Traceback" not in error
+    status, _, error = run_main(train.main, "@", toml)
+    assert status == 128 + number and "Traceback" not in error
     assert [line for line in error.splitlines() if line.startswith("vf-train: ")] == said
     assert signal.getsignal(number) == signal.SIG_DFL  # a launcher may send another one
 

@@ -66,13 +66,13 @@ def test_metrics_of_several_environments_are_kept_apart():
     assert alone["a/score"] == pytest.approx(0.6) and "a/reward" not in alone
 
 
-def test_a_runner_of_ones_own_is_run_as_it_is(tmp_path):
+def test_a_runner_of_ones_own_is_run_as_it_is():
     async def nothing(*args): ...
 
     own = SimpleNamespace(
         weights=[1.0], sizes=lambda split: [2], open=nothing, close=nothing, run_group=nothing
     )
-    args, said = RLConfig(output_dir=str(tmp_path)), []
+    args, said = RLConfig(), []
     assert only_runner(make_runner(own, "http://unused", None, args, said.append)) is own
     assert said == [
         "environment runs in a thread of the trainer, which makes both slower: "
@@ -141,14 +141,14 @@ def test_environments_that_contradict_each_other_are_refused(parts, said):
 
 
 @pytest.mark.parametrize("env", [3, None, {"id": "e"}])
-def test_what_is_no_environment_is_refused(tmp_path, env):
-    args = RLConfig(output_dir=str(tmp_path))
+def test_what_is_no_environment_is_refused(env):
+    args = RLConfig()
     with pytest.raises(InvalidEnvironmentError, match=r"expected an Env or a Taskset .* got"):
         make_runner(env, "http://unused", None, args)
 
 
-def test_an_option_of_classic_environments_is_refused(tmp_path):
-    args = RLConfig(output_dir=str(tmp_path), client_type="renderer")
+def test_an_option_of_classic_environments_is_refused():
+    args = RLConfig(client_type="renderer")
     with pytest.raises(InvalidEnvironmentError, match="leave client_type out"):
         make_runner(env_from(["a"], lambda completion: 1.0), "http://unused", None, args)
 

@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from tests.helpers import ROOT, load_example, make_request
+from tests.serving import chat_reply, in_thread, serving
 from tests.test_environments_v1 import Server, check_tokens
 from tests.test_environments_v1 import tokenizer as tokenizer
 from verifiers_rl import RLConfig, WeightedEnv
@@ -43,11 +44,8 @@ class Judge:
     async def answer(self, request):
         body = await request.json()
         self.question = body["messages"][0]["content"]
-        message = {"role": "assistant", "content": self.verdict}
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        reply = {"id": "1", "object": "chat.completion", "created": 0, "model": body["model"]}
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        return web.json_response(reply | {"choices": [choice], "usage": usage})
+        return web.json_response(chat_reply(self.verdict) | {"usage": usage})
 
 
 @pytest.fixture(scope="module")
@@ -61,19 +59,19 @@ def play(tokenizer, judge, on_the_path, tmp_path_factory):
     be trained as they were sampled, or, if it `fails`, have an error.
     """
     server, folder = Server(tokenizer, None), tmp_path_factory.mktemp("run")
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions/tokens", server.answer)
-    app.router.add_post("/v1/chat/completions", judge.answer)
+
+    async def answer(request):
+        return await (server if request.path.endswith("tokens") else judge).answer(request)
+
     options = {"max_seq_len": 900, "max_tokens": 90, "use_cpu": True, "env_workers": 1}
     args = RLConfig(output_dir=str(folder), **options)
     row = {"problem": "What is 6 times 7?", "solution": "It is $\\boxed{42}$."}
     (folder / "problems").mkdir()
     (folder / "problems/train.jsonl").write_text(json.dumps(row))
-    with asyncio.Runner() as loop:
-        site = web.AppRunner(app, shutdown_timeout=1)
-        loop.run(site.setup())
-        loop.run(web.TCPSite(site, "127.0.0.1", 0).start())
-        url = f"http://127.0.0.1:{site.addresses[0][1]}"
+    with (
+        in_thread(serving(answer, "/v1/chat/completions{tokens:(/tokens)?}")) as url,
+        asyncio.Runner() as loop,
+    ):
         python = {"command": [sys.executable, "-I", "-"], "timeout_s": 5}
         options = {
             "judged_answer": {"task": {"judge": {"base_url": f"{url}/v1"}}},
@@ -101,7 +99,6 @@ def play(tokenizer, judge, on_the_path, tmp_path_factory):
 
         yield play
         loop.run(runner.close())
-        loop.run(site.cleanup())
 
 
 @pytest.mark.slow

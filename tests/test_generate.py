@@ -4,8 +4,6 @@ import argparse
 import asyncio
 import json
 import resource
-import threading
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +11,8 @@ import verifiers.v1 as vf
 from aiohttp import web
 
 from tests.conftest import free_port
-from tests.helpers import ROOT, load_example, make_tiny_model, serving
+from tests.helpers import ROOT, make_tiny_model
+from tests.serving import chat_reply, in_thread, serving
 from verifiers_rl import RLConfig, WeightedEnv, env_from
 from verifiers_rl.cli import supervise as supervise_module
 from verifiers_rl.cli.children import LocalChild
@@ -35,31 +34,7 @@ from verifiers_rl.sft.generate import (
 
 
 def completed(content, finish_reason="stop", **fields):
-    message = {"role": "assistant", "content": content, **fields}
-    choice = {"index": 0, "message": message, "finish_reason": finish_reason}
-    body = {"id": "x", "object": "chat.completion", "created": 1, "model": "m"}
-    return web.json_response({**body, "choices": [choice]})
-
-
-@contextmanager
-def endpoint(reply):
-    """Where `reply` answers requests."""
-    ready, done, urls = threading.Event(), threading.Event(), []
-
-    async def serve():
-        async with serving(reply) as url:
-            urls.append(url)
-            ready.set()
-            await asyncio.to_thread(done.wait, 60)
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    try:
-        assert ready.wait(30)
-        yield f"{urls[0]}/v1"
-    finally:
-        done.set()
-        thread.join(30)
+    return web.json_response(chat_reply(content, finish_reason, fields))
 
 
 @pytest.fixture
@@ -77,7 +52,7 @@ def rl_toml(tmp_path, monkeypatch):
     return tmp_path / "rl.toml"
 
 
-def test_rollouts_of_any_endpoint_become_data(rl_toml, tmp_path, capsys, monkeypatch):
+def test_rollouts_of_any_endpoint_become_data(rl_toml, tmp_path, capsys, monkeypatch, tokenizer):
     asked = []
 
     async def reply(request):
@@ -91,9 +66,9 @@ def test_rollouts_of_any_endpoint_become_data(rl_toml, tmp_path, capsys, monkeyp
             reasoning_content="so", reasoning_details=[{"text": "elsewhere"}],
         )  # fmt: skip
 
-    with endpoint(reply) as url:
+    with in_thread(serving(reply)) as url:
         monkeypatch.setenv("MY_KEY", "secret")
-        words = f"-n 2 --min-reward 1 --endpoint {url} m --api-key-var MY_KEY -o data/new.jsonl "
+        words = f"-n 2 --min-reward 1 --endpoint {url}/v1 m --api-key-var MY_KEY -o data/new.jsonl "
         words += "--trainer.args.max_concurrent 1 --trainer.args.chat_template_kwargs.effort low"
         assert generate(["@", str(rl_toml), *words.split()]) == 0
     rows = [json.loads(line) for line in (tmp_path / "data" / "new.jsonl").read_text().splitlines()]
@@ -111,7 +86,6 @@ def test_rollouts_of_any_endpoint_become_data(rl_toml, tmp_path, capsys, monkeyp
     assert "2 of 6 rollouts written" in (out := capsys.readouterr().out)
     assert "1 left out, because a length limit cut a turn" in out
     # What it has written is data for vf-sft.
-    tokenizer = load_example("warm_start").make_tokenizer()
     made = Tokenization(tokenizer).of_rows(read_dataset(["data/new.jsonl"]), "it")
     assert len(made) == 2
 
@@ -126,8 +100,8 @@ def test_an_endpoint_that_refuses_all_requests_is_named_and_fails(
         return web.json_response({"error": {"message": "no such key"}}, status=401)
 
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    with endpoint(refuse) as url, pytest.raises(SystemExit) as ended:
-        generate(["@", str(rl_toml), "--endpoint", url, "m", "-o", "new.jsonl"])
+    with in_thread(serving(refuse)) as url, pytest.raises(SystemExit) as ended:
+        generate(["@", str(rl_toml), "--endpoint", f"{url}/v1", "m", "-o", "new.jsonl"])
     assert ended.value.code == 1 and not (tmp_path / "new.jsonl").exists()
     error = capsys.readouterr().err
     assert "no rollout succeeded" in error and "no such key" in error

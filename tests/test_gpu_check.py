@@ -1,19 +1,17 @@
 """`make gpu-check` itself, with checks that need no GPU."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT
+from tests.helpers import run_python
 
 # In a process of its own, because it ends all its descendants.
 SCRIPT = """
 import sys, time
 from pathlib import Path
+sys.path.append("benchmarks")
 import gpu_check
 from gpu_check import Check, run_all, table
 
@@ -55,18 +53,9 @@ print("\\n".join(table(late)))
 """
 
 
-def run(*command: str) -> subprocess.CompletedProcess:
-    paths = [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
-    return subprocess.run(
-        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=120,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
-
-
 @pytest.mark.slow
 def test_checks_that_fail_or_hang_do_not_stop_the_others_and_leave_nothing_behind(tmp_path):
-    done = run("-c", SCRIPT, str(tmp_path))
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", SCRIPT, tmp_path, CUDA_VISIBLE_DEVICES="")
     said = re.sub(r"\| \d+ \|", "| N |", f"\n{done.stdout}")
     for line in (
         "| check | result | s | figure |",
@@ -90,8 +79,7 @@ def test_checks_that_fail_or_hang_do_not_stop_the_others_and_leave_nothing_behin
 
 @pytest.mark.slow
 def test_without_a_gpu_it_says_what_it_would_run_and_fails():
-    done = run("benchmarks/gpu_check.py")
-    assert done.returncode == 1
+    done = run_python("benchmarks/gpu_check.py", status=1, CUDA_VISIBLE_DEVICES="")
     assert done.stderr == (
         "gpu-check: no GPU here (nvidia-smi names none); the above was not run\n"
     )

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
+from tests.helpers import run_python
 from verifiers_rl.process import interrupts as module
 from verifiers_rl.process.interrupts import Interrupted, Interrupts, raise_if_interrupted
 from verifiers_rl.process.waiting import result_of
@@ -80,10 +81,7 @@ print("ended while", stays.is_alive())
 stays.kill()
 stays.join(30)
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    done = run_python("-W", "ignore::DeprecationWarning", "-c", code)
     assert done.stdout == "-15 None\nended while True\n" and not done.stderr
 
 

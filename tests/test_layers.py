@@ -15,7 +15,6 @@ from verifiers_rl.cli.config import (
     check_trainer_args,
     load_run_config,
     make_importable,
-    overrides_of,
     parse_command_line,
 )
 from verifiers_rl.cli.layers import TomlError
@@ -34,22 +33,6 @@ max_steps = 5
 lora_target_modules = ["q_proj", "v_proj"]
 loss_args = { eps_high = 3.0 }
 """
-
-
-@pytest.fixture
-def compose(tmp_path):
-    """Writes files, each into a folder of its own, and loads them under these words."""
-
-    def compose(*texts, words=""):
-        files = []
-        for number, text in enumerate(texts):
-            files.append(tmp_path / str(number) / "config.toml")
-            files[-1].parent.mkdir(exist_ok=True)
-            files[-1].write_text(text)
-        words = words.split() if isinstance(words, str) else words
-        return load_run_config(files, overrides_of(words), checks_model=False)
-
-    return compose
 
 
 def test_a_later_file_wins_and_tables_merge_key_by_key(compose, tmp_path):
@@ -255,8 +238,6 @@ def test_words_are_files_behind_an_at_sign_options_of_the_program_or_keys_in_any
     assert again == config
     with pytest.raises(TomlError, match=r"give one as `@ config.toml`"):
         parse("--resume")
-    with pytest.raises(TomlError, match="'-x' belongs to no key; files are given as `@"):
-        parse("@", str(first), "-x")
     with pytest.raises(SystemExit):
         parse("@")
 

@@ -56,6 +56,13 @@ class StubGroup:
         self.num_aborts += 1
 
 
+class Groups(dict):
+    """Stub groups, by rank; to be made before the ranks are."""
+
+    def make(self, num_ranks=2, **options):
+        self.update({rank: StubGroup(**options) for rank in range(num_ranks)})
+
+
 @contextmanager
 def ranks(timeout_s=20.0, num_workers=1):
     """Yield the ranks' transports, the errors of those that did not connect, and the event that
@@ -89,8 +96,7 @@ def ranks(timeout_s=20.0, num_workers=1):
 
 @pytest.fixture
 def groups(monkeypatch):
-    """Stub groups of the ranks, by rank; to be filled before the ranks are made."""
-    found = {}
+    found = Groups()
 
     def make(store, rank, world_size):
         if rank == 0:
@@ -112,7 +118,7 @@ def error_of(work):
 
 @pytest.mark.parametrize("sends", [True, False])
 def test_a_message_that_never_completes_ends_at_our_deadline_and_is_aborted_once(groups, sends):
-    groups |= {rank: StubGroup(num_complete=1) for rank in (0, 1)}
+    groups.make(num_complete=1)
     with ranks(timeout_s=0.5) as (made, _, _):
         rank = 0 if sends else 1
         transport = made[rank]
@@ -128,7 +134,7 @@ def test_a_message_that_never_completes_ends_at_our_deadline_and_is_aborted_once
 
 @pytest.mark.parametrize("blocks", [True, False])
 def test_connecting_has_a_deadline_though_nccls_own_call_blocks(groups, blocks):
-    groups |= {rank: StubGroup(blocks=blocks) for rank in (0, 1)}
+    groups.make(blocks=blocks)
     start = time.monotonic()
     with ranks(timeout_s=0.5) as (made, errors, _):
         assert not made and time.monotonic() - start < 10
@@ -140,7 +146,7 @@ def test_connecting_has_a_deadline_though_nccls_own_call_blocks(groups, blocks):
 
 def test_a_group_that_is_made_after_all_were_given_up_is_aborted(groups, monkeypatch):
     late, make = threading.Event(), nccl.make_nccl_group
-    groups |= {rank: StubGroup() for rank in (0, 1)}
+    groups.make()
 
     def make_late(store, rank, world_size):
         group = make(store, rank, world_size)
@@ -172,7 +178,7 @@ def test_an_id_that_nccl_does_not_draw_ends_at_the_deadline_or_with_its_error(mo
 
 
 def test_workers_hear_within_a_second_that_a_push_is_given_up(groups):
-    groups |= {rank: StubGroup(num_complete=1) for rank in (0, 1, 2)}
+    groups.make(3, num_complete=1)
     with ranks(timeout_s=30, num_workers=2) as (made, errors, given_up):
         assert not errors
         found = {}
@@ -193,7 +199,7 @@ def test_workers_hear_within_a_second_that_a_push_is_given_up(groups):
 
 def test_what_nccl_reports_is_raised_unless_it_follows_from_another_end(groups):
     broken = RuntimeError("unhandled cuda error")
-    groups |= {rank: StubGroup(num_complete=2, error=broken) for rank in (0, 1)}
+    groups.make(num_complete=2, error=broken)
     with ranks() as (made, _, given_up):
         error, _ = error_of(lambda: made[0].send(torch.zeros(4)))
         assert type(error) is nccl.NcclError and str(error) == "NCCL failed: unhandled cuda error"
@@ -204,7 +210,7 @@ def test_what_nccl_reports_is_raised_unless_it_follows_from_another_end(groups):
 
 
 def test_a_transport_that_is_abandoned_stops_waiting(groups):
-    groups |= {rank: StubGroup(num_complete=1) for rank in (0, 1)}
+    groups.make(num_complete=1)
     with ranks() as (made, _, _):
         found = []
         send = partial(made[0].send, torch.zeros(4))
@@ -217,7 +223,7 @@ def test_a_transport_that_is_abandoned_stops_waiting(groups):
 
 def test_an_abort_that_hangs_holds_nobody_up(groups, monkeypatch, caplog):
     monkeypatch.setattr(nccl, "ABORT_DEADLINE_S", 0.1)
-    groups |= {rank: StubGroup(num_complete=1) for rank in (0, 1)}
+    groups.make(num_complete=1)
     freed = threading.Event()
     groups[0].abort = lambda: freed.wait(30)
     with ranks() as (made, _, _):

@@ -3,7 +3,6 @@
 import ast
 import io
 import re
-import subprocess
 import sys
 import time
 import tokenize
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import verifiers_rl
-from tests.helpers import ROOT
+from tests.helpers import ROOT, run_python
 from verifiers_rl import RLConfig
 
 PACKAGE = ROOT / "verifiers_rl"
@@ -39,13 +38,13 @@ def test_readme_says_how_long_the_evening_is():
 def test_import_is_fast():
     # Not a benchmark: torch alone takes seconds, so a heavy import at the top is told from none.
     start = time.monotonic()
-    subprocess.run([sys.executable, "-c", "import verifiers_rl"], check=True)
+    run_python("-c", "import verifiers_rl")
     elapsed = time.monotonic() - start
     heavy = (
         "import sys, verifiers_rl.cli.rl, verifiers_rl.sft.main, verifiers_rl.cli.view; "
         "sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'vllm')))"
     )
-    subprocess.run([sys.executable, "-c", heavy], check=True)
+    run_python("-c", heavy)
     assert elapsed < 2.0
 
 
@@ -195,11 +194,7 @@ def test_without_leaves_the_rest_can_be_imported():
     own = [module for module in roots if "vllm" not in roots[module]]
     own = [module for module in own if module not in elsewhere]
     assert len(own) > len(roots) - 15
-    words = [",".join(LEAVES), ",".join(own)]
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_LEAVES, *words], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    run_python("-c", WITHOUT_LEAVES, ",".join(LEAVES), ",".join(own))
 
 
 LEARNS = (
@@ -223,7 +218,7 @@ LEARNS = (
     ],
 )
 def test_the_launcher_says_which_leaf_is_missing(
-    leaf, words, toml, said, tmp_path, monkeypatch, capsys
+    leaf, words, toml, said, tmp_path, monkeypatch, run_main
 ):
     from verifiers_rl.cli import rl
 
@@ -234,11 +229,8 @@ def test_the_launcher_says_which_leaf_is_missing(
     monkeypatch.setattr("verifiers_rl.cli.config.model_error", lambda name: None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rl.toml").write_text(f'model = "m"\n{toml}')
-    monkeypatch.setattr(sys, "argv", ["vf-rl", *words.split()])
-    with pytest.raises(SystemExit) as ended:
-        rl.main()
-    error = capsys.readouterr().err
-    assert ended.value.code == 1 and f"vf-rl: error: {said}, which is not in this copy" in error
+    status, _, error = run_main(rl.main, *words.split())
+    assert status == 1 and f"vf-rl: error: {said}, which is not in this copy" in error
 
 
 def test_rooms_know_of_each_other_what_their_init_offers():
@@ -319,17 +311,13 @@ def code_tokens(path: Path) -> int:
 
 def reached_with_packages(start: str) -> set[str]:
     """The modules that one loads, at any time, with the `__init__` of each room on the way."""
-    known = modules()
-    found: set[str] = set()
-    new = {start}
-    while new:
-        found |= new
-        names = {name for module in new for name in imports(known[module])}
-        names = {name.removeprefix("verifiers_rl.") for name in names if "verifiers_rl" in name}
-        names |= {name.rpartition(".")[0] for name in names}
-        names.discard("verifiers_rl")
-        new = (names & known.keys()) - found
-    return found
+    known, graph = modules(), {}
+    for module, path in known.items():
+        names = {
+            name.removeprefix("verifiers_rl.") for name in imports(path) if "verifiers_rl" in name
+        }
+        graph[module] = (names | {name.rpartition(".")[0] for name in names}) & known.keys()
+    return reached(graph, start)
 
 
 def places_that_change_libraries(path: Path) -> list[str]:

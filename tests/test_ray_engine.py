@@ -258,7 +258,7 @@ def ray_cluster(found):
 @pytest.mark.slow
 def test_ray_places_a_run_and_places_a_replica_again_whose_machine_is_lost(tmp_path):
     (tmp_path / "code").mkdir()
-    env = write_environment(tmp_path / "code", "tiny_env", {"a": "b"})
+    env = write_environment(tmp_path / "code", "tiny_env", ["a"])
     text = "inference_nodes = 2\n"
     text += "[inference]\ngpus = 0\n[trainer]\ngpus = 0\n[trainer.args]\n"
     path = read_toml(tmp_path / "code", f'{text}output_dir = "{tmp_path}/run"\n', env)

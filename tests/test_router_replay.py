@@ -3,23 +3,20 @@
 import copy
 import io
 from base64 import b64encode
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 import transformers
 
-from tests.helpers import StubSource, make_tiny_model, make_tiny_moe, sent, stub_servers
+from tests.helpers import make_tiny_model, make_tiny_moe, sent
 from verifiers_rl import router_replay
 from verifiers_rl.config import ConfigError, RLConfig
-from verifiers_rl.inference.client import InferenceServerError
 from verifiers_rl.inference.packed_tokens import unpack_experts
 from verifiers_rl.models import check_policy, load_policy
 from verifiers_rl.packing import collate
 from verifiers_rl.router_replay import RouterReplay, expert_load, replay_experts, routers_of
 from verifiers_rl.types import ROUTED_EXPERTS, Sample
-from verifiers_rl.wiring import Replaced, make_source_and_sink
 
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -179,22 +176,6 @@ def test_what_cannot_replay_is_refused_at_the_start():
     with pytest.raises(ConfigError, match="router_replay=True: Qwen3ForCausalLM has no router"):
         check_policy(make_tiny_model(), args)
     check_policy(make_tiny_moe(), args)
-
-
-@pytest.mark.parametrize(("wanted", "returned"), [(True, False), (True, True), (False, False)])
-def test_a_server_that_returns_no_experts_is_refused_with_the_flag_that_it_needs(
-    monkeypatch, tmp_path, wanted, returned
-):
-    stub_servers(monkeypatch, returns_experts=returned)
-    args = RLConfig(output_dir=str(tmp_path), use_cpu=True, router_replay=wanted)
-    needed = r"^router_replay=True: the server .* --enable-return-routed-experts"
-    expected = (
-        pytest.raises(InferenceServerError, match=needed) if wanted and not returned else None
-    )
-    with expected or nullcontext():
-        replaced = Replaced(orchestrator=StubSource())
-        sink = make_source_and_sink(make_tiny_moe(), None, args, None, replaced, None)[1]
-        assert sink.lora_sync == "merged"
 
 
 def with_experts(*of_layers):

@@ -54,12 +54,6 @@ def test_each_group_of_a_run_has_a_seed_of_its_own_whatever_ran_before(make_orch
     assert {*values(seeds_of(0))} == {None}
 
 
-def test_a_seed_depends_on_each_part_and_on_their_order():
-    seeds = {derive_seed(*parts) for parts in [(1, 2), (2, 1), (12,), (1, 2, 3), ("1", 2)]}
-    assert len(seeds) == 5
-    assert derive_seed(1, 2) == derive_seed(1, 2)
-
-
 def test_a_client_sends_the_seeds_unless_the_request_has_its_own():
     bodies, seeded = [], RolloutSession(0, group_seed=5, number=3)
 
@@ -84,7 +78,8 @@ def test_a_client_sends_the_seeds_unless_the_request_has_its_own():
 
 def test_a_server_that_lacks_what_options_need_is_refused(caplog):
     exact = {"takes_seeds": True, "batch_invariant": True, "max_model_len": 64}
-    args = SimpleNamespace(router_replay=False, deterministic=True, max_seq_len=64)
+    exact["returns_experts"] = True
+    args = SimpleNamespace(router_replay=True, deterministic=True, max_seq_len=64)
     check_options("http://s", exact, args)
     assert not caplog.messages
     check_options("http://s", {**exact, "batch_invariant": False}, args)
@@ -92,16 +87,17 @@ def test_a_server_that_lacks_what_options_need_is_refused(caplog):
     assert "VLLM_BATCH_INVARIANT=1" in message
     for lacking, problem in (
         ({"takes_seeds": False}, "vf-vllm with --no-enable-chunked-prefill"),
+        ({"returns_experts": False}, "router_replay=True: .* --enable-return-routed-experts"),
         ({"max_model_len": 63}, "max_seq_len=64: the server at http://s has max_model_len=63; "),
     ):
         with pytest.raises(InferenceServerError, match=problem):
             check_options("http://s", {**exact, **lacking}, args)
 
 
-def test_each_server_of_several_is_asked_and_named(monkeypatch, tmp_path):
+def test_each_server_of_several_is_asked_and_named(monkeypatch):
     servers = stub_servers(monkeypatch, takes_seeds=False)
     args = RLConfig(
-        output_dir=str(tmp_path), use_cpu=True, deterministic=True, vllm_server_timeout=0.1,
+        use_cpu=True, deterministic=True, vllm_server_timeout=0.1,
         vllm_servers=["gpu:1", "cpu:2"],
     )  # fmt: skip
     pool = make_pool(make_tiny_model(), None, args)

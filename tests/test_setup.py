@@ -5,7 +5,6 @@ import json
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 import tomllib
 from unittest.mock import Mock
@@ -14,7 +13,7 @@ import pytest
 import yaml
 
 import verifiers_rl
-from tests.helpers import ROOT
+from tests.helpers import ROOT, run_python
 from verifiers_rl.cli import plan, setup
 from verifiers_rl.cli.config import load_run_config
 
@@ -170,9 +169,8 @@ def test_the_tests_of_the_skeleton_pass_as_they_are(make_workspace):
     folder = make_workspace("skeleton")
     (words,) = [words for words in commands((folder / "README.md").read_text())
                 if words[:3] == ["python", "-m", "pytest"]]  # fmt: skip
-    command = [sys.executable, *words[1:], "-q", "-W", "error", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    words += ["-q", "-W", "error", "-p", "no:cacheprovider"]
+    done = run_python(*words[1:], folder=folder)
     assert re.search(r"\b1[0-9] passed", done.stdout), done.stdout
 
 

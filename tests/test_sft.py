@@ -2,16 +2,14 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from tests.helpers import ROOT, load_example, make_tiny_llama, make_tiny_model
+from tests.conftest import OF_TINY_RUN
+from tests.helpers import load_example, make_tiny_llama, make_tiny_model, run_script
 from verifiers_rl import LossOutputs
 from verifiers_rl.config import ConfigError
 from verifiers_rl.losses import cross_entropy
@@ -34,25 +32,10 @@ def conversations(num=12, longest=9):
     return rows
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_example("warm_start").make_tokenizer()
-
-
 @pytest.fixture
 def make_trainer(tokenizer, tmp_path):
     def make(model=None, rows=None, held_out=None, others=None, **options):
-        defaults = {
-            "output_dir": str(tmp_path / "run"),
-            "use_cpu": True,
-            "use_lora": False,
-            "batch_size": 4,
-            "micro_batch_size": 4,
-            "max_seq_len": 32,
-            "learning_rate": 1e-2,
-            "save_strategy": "no",
-            "disable_tqdm": True,
-        }
+        defaults = {"output_dir": str(tmp_path / "run"), "batch_size": 4, **OF_TINY_RUN}
         return SFTTrainer(
             model or make_tiny_model(),
             SFTConfig(**{**defaults, **options}),
@@ -289,16 +272,9 @@ for kind in kinds:
 @pytest.mark.slow
 def test_two_ranks_equal_one(make_trainer, tmp_path):
     make_tiny_model().save_pretrained(tmp_path / "base")
-    (tmp_path / "train.py").write_text(SCRIPT)
     options = {"batch_size": 5, "max_tokens_per_microbatch": 40, "learning_rate": 0.3}
     options |= {"num_train_epochs": 2.0, "optim": "sgd", "eval_strategy": "steps", "eval_steps": 2}
-    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [str(tmp_path / "train.py"), str(tmp_path), json.dumps(options), "ddp", "fsdp2"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True,
-                          timeout=300)  # fmt: skip
-    assert done.returncode == 0, done.stderr[-5000:]
+    run_script(tmp_path, SCRIPT, str(tmp_path), json.dumps(options), "ddp", "fsdp2")
     one = tmp_path / "one"
     base = str(tmp_path / "base")
     make_trainer(base, held_out=conversations(5), output_dir=str(one), **options).train()
@@ -315,24 +291,6 @@ def test_two_ranks_equal_one(make_trainer, tmp_path):
 
 
 # --- Options --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"temperature": 0.7}, "temperature=0.7 has no effect in SFTTrainer: logprobs are taken"),
-        ({"gradient_masks": {"ratio": {}}}, "gradient_masks=.* there are no importance ratios"),
-        ({"sampling_mask": True}, "sampling_mask=True has no effect in SFTTrainer: the data has"),
-        ({"max_steps": 0}, "max_steps=0: must be >= 1, or -1"),
-        ({"max_steps": 5, "num_train_epochs": 2.0}, "without effect beside max_steps=5"),
-        ({"loss": "cispo"}, "loss='cispo': must be one of cross_entropy, or module:function"),
-        ({"packing": True}, "packing: docs/reference.md lists the options"),
-        ({"metric_for_best_model": "reward"}, "metric_for_best_model='reward': must be 'loss'"),
-    ],
-)
-def test_an_option_that_cannot_work_is_named(options, problem):
-    with pytest.raises(ConfigError, match=problem):
-        SFTConfig(use_cpu=True, **options).complete_loss(None)
 
 
 @pytest.mark.parametrize(

@@ -92,12 +92,6 @@ def test_toolsets_that_cannot_be_set_up_are_named(play, monkeypatch):
         play(env=load("many_tools"))
 
 
-def test_two_tools_of_one_name_are_an_error(play, monkeypatch):
-    monkeypatch.setattr("many_tools.Own.TOOL_PREFIX", None)  # as of Pad, with another `note`
-    (rollout,), _ = play(env=load("many_tools"), fails=True)
-    assert "declared both" in str(rollout.error)  # verifiers' own check
-
-
 def test_only_tools_that_need_no_server_run_here(on_the_path):
     from many_tools import Own, Pad
     from mcp.server.mcpserver import Context

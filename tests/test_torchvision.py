@@ -1,7 +1,6 @@
-import subprocess
-import sys
-
 import pytest
+
+from tests.helpers import run_python
 
 SCRIPT = """
 import verifiers_rl
@@ -21,6 +20,4 @@ except RuntimeError as error:  # only torchvision's own one
 
 @pytest.mark.slow
 def test_torchvision_works_beside_the_installed_torch_though_its_library_may_not_load():
-    command = [sys.executable, "-W", "error::UserWarning", "-c", SCRIPT]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_python("-W", "error::UserWarning", "-c", SCRIPT)

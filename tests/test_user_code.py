@@ -5,7 +5,7 @@ import textwrap
 import pytest
 
 from verifiers_rl import LossOutputs, RLConfig
-from verifiers_rl.cli.config import TomlError, load_run_config
+from verifiers_rl.cli.config import TomlError
 from verifiers_rl.cli.plan import plan_servers
 from verifiers_rl.option_rules import ConfigError
 from verifiers_rl.types import Rollout
@@ -43,13 +43,9 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def config(tmp_path, **options):
-    return RLConfig(output_dir=str(tmp_path), use_cpu=True, **options)
-
-
 def test_a_loss_and_an_advantage_are_found_by_their_names(folder):
-    args = config(
-        folder,
+    args = RLConfig(
+        use_cpu=True,
         loss="code_of_user:loss",
         loss_args={"scale": 2.5},
         advantage="code_of_user:advantage",
@@ -73,41 +69,37 @@ def test_a_loss_and_an_advantage_are_found_by_their_names(folder):
     ],
 )
 def test_a_name_that_leads_nowhere_is_one_clear_error(folder, options, message):
-    args = config(folder, **options)
+    args = RLConfig(use_cpu=True, **options)
     with pytest.raises(ConfigError, match=message):
         args.complete_loss(None), args.make_advantage()
 
 
 def test_an_error_of_the_users_own_module_is_shown_as_it_is(folder):
     with pytest.raises(ModuleNotFoundError, match="no_such_library"):
-        config(folder, loss="broken_code:loss").make_loss()
+        RLConfig(use_cpu=True, loss="broken_code:loss").make_loss()
 
 
-def write_toml(folder, trainer):
-    path = folder / "rl.toml"
-    path.write_text(f'model = "m/m"\n[env]\nid = "e"\n[trainer]\n{trainer}\n')
-    return load_run_config(path, checks_model=False)
+HEAD = 'model = "m/m"\n[env]\nid = "e"\n[trainer]\n'
 
 
-def test_a_toml_names_the_class_of_its_trainer(folder):
-    run = write_toml(folder, 'class = "code_of_user:MyTrainer"\n[trainer.args]\nbatch_size = 32')
+def test_a_toml_names_the_class_of_its_trainer(folder, compose):
+    run = compose(HEAD + 'class = "code_of_user:MyTrainer"\n[trainer.args]\nbatch_size = 32')
     assert run.trainer_class().__name__ == "MyTrainer"
     assert run.config_class().__name__ == "Config"
     assert (run.option("batch_size"), run.option("max_seq_len")) == (32, 96)
     assert "--max-model-len 96 " in " ".join(plan_servers(run)[0].command("h", 7))
-    assert write_toml(folder, "gpus = 1").config_class() is RLConfig
+    assert compose(f"{HEAD}gpus = 1").config_class() is RLConfig
 
 
 @pytest.mark.parametrize(
     ("trainer", "message"),
     [
-        ("class = 3", r"\[trainer\] class=3: must be a valid string"),
-        ('class = "MyTrainer"', "class='MyTrainer': must be of the form module:name"),
         ('class = "code_of_user:loss"', "code_of_user:loss': must be a class that extends tra"),
         ('class = "code_of_user:Lost"', r"\[trainer\] class='code_of_user:Lost': in .* has no"),
-        ('[trainer.args]\nloss = "code_of_user:lost"', "loss='code_of_user:lost': in .* has no"),
     ],
 )
-def test_a_toml_with_a_name_that_leads_nowhere_is_one_clear_error(folder, trainer, message):
-    with pytest.raises((TomlError, ConfigError), match=message):
-        write_toml(folder, trainer).make_args(use_cpu=True).complete_loss(None)
+def test_a_toml_with_a_name_that_leads_nowhere_is_one_clear_error(
+    folder, compose, trainer, message
+):
+    with pytest.raises(TomlError, match=message):
+        compose(HEAD + trainer).make_args(use_cpu=True)

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import verifiers.v1 as vf
 
-from tests.helpers import load_example, make_request, only_runner
+from tests.helpers import make_request, only_runner
 from tests.test_environments_v1 import HERE, on_the_path  # noqa: F401
 from verifiers_rl import RLConfig, WeightedEnv
 from verifiers_rl.data import ENDLESS, order_examples
@@ -24,8 +24,8 @@ def toml(*lines):
     return load_v1_environment(tomllib.loads("\n".join(lines)), HERE)
 
 
-def runner_of(env, tmp_path, tokenizer=None, **options):
-    args = RLConfig(output_dir=str(tmp_path), env_workers=0, **options)
+def runner_of(env, tokenizer=None, **options):
+    args = RLConfig(env_workers=0, **options)
     made = make_runner(env, "http://unused", tokenizer, args)
     return made if isinstance(env, list) else only_runner(made)
 
@@ -138,21 +138,21 @@ def test_an_environment_in_the_script_plays_its_tasksets(run_script):
 # --- One meaning of an id -------------------------------------------------------------------------
 
 
-def test_an_id_a_taskset_and_a_toml_are_played_alike(tmp_path):
+def test_an_id_a_taskset_and_a_toml_are_played_alike():
     from fix_it import FixItConfig, FixItTaskset
 
     taskset = FixItTaskset(FixItConfig(id="fix_it"))
     from_toml = toml('taskset = { id = "fix_it", num_tasks = 2 }', "eval_taskset.num_tasks = 1")
     for env in (from_toml, "fix_it", taskset, FixItTaskset(FixItConfig())):
-        runner = runner_of(env, tmp_path)
+        runner = runner_of(env)
         assert type(runner.env).__name__ == "FixItEnv" and runner.sizes("train") == [2]
         assert list(runner.env.config.agent_harnesses()) == ["fixer"]
         assert runner.sizes("eval") == [1 if env is from_toml else 2]
-    played = runner_of(taskset, tmp_path).env
+    played = runner_of(taskset).env
     assert played.taskset is taskset and played.config.taskset.num_tasks == 2
 
 
-def test_a_taskset_that_cannot_be_played_says_what_to_pass(tmp_path, monkeypatch):
+def test_a_taskset_that_cannot_be_played_says_what_to_pass(monkeypatch):
     import fix_it
 
     class Forgetful(vf.Taskset):
@@ -163,11 +163,11 @@ def test_a_taskset_that_cannot_be_played_says_what_to_pass(tmp_path, monkeypatch
             return []
 
     with pytest.raises(InvalidEnvironmentError, match=r"call super\(\).__init__\(config\)"):
-        runner_of(Forgetful(), tmp_path)
+        runner_of(Forgetful())
     monkeypatch.setattr(fix_it, "Other", type("Other", (fix_it.FixItEnv,), {}), raising=False)
     monkeypatch.setattr(fix_it, "__all__", [*fix_it.__all__, "Other"])
     with pytest.raises(InvalidEnvironmentError, match=r"exports 2 Env .*FixItEnv.*Other"):
-        runner_of(fix_it.FixItTaskset(fix_it.FixItConfig()), tmp_path)
+        runner_of(fix_it.FixItTaskset(fix_it.FixItConfig()))
 
 
 # --- One default harness --------------------------------------------------------------------------
@@ -193,11 +193,11 @@ DOCKER = 'runtime.type = "docker"'
         ),
     ],
 )
-def test_agents_chat_here_unless_another_harness_is_set(tmp_path, monkeypatch, env, expected):
+def test_agents_chat_here_unless_another_harness_is_set(monkeypatch, env, expected):
     import streaming_harness
 
     monkeypatch.setattr(streaming_harness.StreamingHarness, "EXECUTES_CODE", False)
-    config = runner_of(toml(*env) if isinstance(env, list) else env, tmp_path).env.config
+    config = runner_of(toml(*env) if isinstance(env, list) else env).env.config
     ((role, harness),) = config.agent_harnesses().items()
     assert (role, harness.id, getattr(config, role).runtime.type) == expected
 
@@ -206,14 +206,14 @@ def test_a_harness_that_runs_programs_of_the_model_needs_a_sandbox(tmp_path, mon
     monkeypatch.delenv("PRIME_API_KEY", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(InvalidEnvironmentError) as caught:
-        runner_of(toml(SMALL, f"agent.{BASH}"), tmp_path)
+        runner_of(toml(SMALL, f"agent.{BASH}"))
     assert "the agent 'agent' plays in the harness 'bash', by verifiers' default" in str(
         caught.value
     )
     assert '[env.agent.runtime] type = "docker"' in str(caught.value)
 
 
-def test_a_tasksets_own_harness_stays_its_default(tmp_path, monkeypatch):
+def test_a_tasksets_own_harness_stays_its_default(monkeypatch):
     import small_tasks
     from streaming_harness import StreamingHarness
 
@@ -221,12 +221,12 @@ def test_a_tasksets_own_harness_stays_its_default(tmp_path, monkeypatch):
     monkeypatch.setattr(small_tasks, "StreamingHarness", StreamingHarness, raising=False)
     monkeypatch.setattr(small_tasks, "__all__", ["SmallTaskset", "StreamingHarness"])
     for env in (toml(SMALL), small_tasks.SmallTaskset(small_tasks.SmallConfig())):
-        played = runner_of(env, tmp_path).env
+        played = runner_of(env).env
         assert type(played._harnesses["agent"]) is StreamingHarness
         assert played.config.agent.runtime.type == "subprocess"
 
 
-def test_an_environment_of_the_script_is_played_as_it_is(tmp_path):
+def test_an_environment_of_the_script_is_played_as_it_is():
     class Own(vf.SingleAgentEnv):
         def __init__(self, config, judge):
             super().__init__(config)
@@ -234,19 +234,19 @@ def test_an_environment_of_the_script_is_played_as_it_is(tmp_path):
 
     env = Own(toml(SMALL).config, "a judge")
     env.bonus = 5  # changed since it was made
-    played = runner_of(env, tmp_path).env
+    played = runner_of(env).env
     assert (type(played), played.judge, played.bonus) == (Own, "a judge", 5)
     assert played.config.agent.harness.id == IN_PROCESS
     assert env.config.agent.harness is None  # the script's own object is not changed
 
 
-def test_the_line_at_the_start_says_what_is_played_where(tmp_path, capsys):
+def test_the_line_at_the_start_says_what_is_played_where(capsys):
     mix = [
         WeightedEnv("fix_it", "fix"),
         WeightedEnv(toml(SMALL, f"agent.{BASH}", f"agent.{DOCKER}"), "b"),
         WeightedEnv("stream_tasks", "s"),
     ]
-    runner_of(mix, tmp_path, eval_examples=5)
+    runner_of(mix, eval_examples=5)
     here = "plays in verifiers_rl's chat in this process, with its programs on this machine"
     assert capsys.readouterr().out.splitlines() == [
         f"environment 'fix': FixItEnv, fixer {here}; 2 tasks, also for evaluations",
@@ -262,47 +262,13 @@ def test_the_line_at_the_start_says_what_is_played_where(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (
-            'taskset.id = "small_task"',
-            r"taskset 'small_task' not found .* nor beside the TOML in .*v1: No module named "
-            r"'small_task'; did you mean 'small_tasks'\?",
-        ),
-        (
-            f"{SMALL}\neval_taskset.num_task = 3",
-            r"\[env.eval_taskset\] has an unknown key 'num_task'; did you mean 'num_tasks'\?",
-        ),
-        (f'{SMALL}\nid = "fixit"', r"environment 'fixit' not found .*; did you mean 'fix_it'\?"),
-        (
-            f'{SMALL}\nagent.harness.id = "nul"',
-            r"harness 'nul' not found .*; did you mean 'null'\?",
-        ),
-        (
-            f'{SMALL}\nagent.harness = {{ id = "null", tool_time = 3 }}',
-            r"\[env.agent.harness\] has an unknown key 'tool_time'; did you mean 'tool_timeout'\?",
-        ),
-        (
-            f"{SMALL}\nagent.max_turn = 3",
-            r"\[env.agent\] has an unknown key 'max_turn'; did you mean 'max_turns'\?",
-        ),
-        (
-            f"{SMALL}\nagents.max_turns = 3",
-            r"\[env\] has an unknown key 'agents'; did you mean 'agent'\?",
-        ),
-        (
-            f'{FIX_IT}\nharness.id = "null"',
-            r"\[env\]:? a harness belongs to a seat: ",
-        ),
-        ('taskset.id = "needy"', r"taskset 'needy' not found .*: No module named 'not_there'"),
+        (f'{FIX_IT}\nharness.id = "null"', r"\[env\]:? a harness belongs to a seat: "),
         ('taskset.id = "bare"', r"'bare' defines no `__all__`"),
-        ('id = "unlucky"', "cannot load the environment 'unlucky': ValueError: no luck"),
     ],
 )
-def test_what_a_toml_has_wrong_is_one_line_with_key_value_and_hint(
-    lines, message, tmp_path, monkeypatch
-):
-    (tmp_path / "needy.py").write_text("import not_there\n")
+def test_what_verifiers_says_to_a_toml_is_one_line(lines, message, tmp_path, monkeypatch):
+    """What we say ourselves is in wrong_configs.txt."""
     (tmp_path / "bare.py").write_text("")
-    (tmp_path / "unlucky.py").write_text("raise ValueError('no luck')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(InvalidEnvironmentError, match=message) as caught:
         toml(lines)
@@ -312,33 +278,33 @@ def test_what_a_toml_has_wrong_is_one_line_with_key_value_and_hint(
 # --- Streams --------------------------------------------------------------------------------------
 
 
-def test_a_stream_is_trained_in_its_order_after_the_tasks_of_evaluations(tmp_path):
-    runner = runner_of("stream_tasks", tmp_path, eval_examples=3)
+def test_a_stream_is_trained_in_its_order_after_the_tasks_of_evaluations():
+    runner = runner_of("stream_tasks", eval_examples=3)
     assert (runner.sizes("train"), runner.sizes("eval")) == ([ENDLESS], [3])
     assert prompts(runner, range(3), "eval") == ["task 0", "task 1", "task 2"]
     order = partial(order_examples, sizes=runner.sizes("train"))
     assert prompts(runner, order(range(2, 5))) == ["task 5", "task 6", "task 7"]
     # A resumed run begins somewhere, and a lost server has earlier ones asked for again.
-    again = runner_of("stream_tasks", tmp_path, eval_examples=3)
+    again = runner_of("stream_tasks", eval_examples=3)
     assert prompts(again, order(range(100, 102))) == ["task 103", "task 104"]
     assert prompts(again, order(range(101))) == [f"task {i + 3}" for i in range(101)]
 
 
-def test_evaluations_of_a_stream_may_have_a_taskset_of_their_own(tmp_path):
+def test_evaluations_of_a_stream_may_have_a_taskset_of_their_own():
     env = toml('taskset.id = "stream_tasks"', 'eval_taskset.name_of_task = "held out"')
-    runner = runner_of(env, tmp_path, eval_examples=2)
+    runner = runner_of(env, eval_examples=2)
     assert prompts(runner, range(2), "eval") == ["held out 0", "held out 1"]
     assert prompts(runner, range(2)) == ["task 0", "task 1"]
 
 
-def test_streams_and_lists_mix_by_weight(tmp_path):
+def test_streams_and_lists_mix_by_weight():
     other = toml('taskset = { id = "stream_tasks", name_of_task = "other" }')
     mix = [
         WeightedEnv("stream_tasks", "a"),
         WeightedEnv("small_tasks", "b", 2),
         WeightedEnv(other, "c"),
     ]
-    runner = runner_of(mix, tmp_path, eval_examples=1)
+    runner = runner_of(mix, eval_examples=1)
     assert runner.sizes("train") == [ENDLESS, 4, ENDLESS]
     order = partial(order_examples, sizes=runner.sizes("train"), weights=runner.weights)
     asked = {"task": [], "other": [], "question": []}
@@ -380,21 +346,20 @@ def test_a_stream_keeps_few_tasks_in_memory_and_makes_each_once():
     assert stream[NUM_KEPT + 101] == NUM_KEPT + 111 and len(stream._kept) <= NUM_KEPT
 
 
-def test_a_stream_that_ends_says_after_how_many_tasks(tmp_path):
+def test_a_stream_that_ends_says_after_how_many_tasks():
     env = toml('taskset = { id = "stream_tasks", end = 4 }')
-    runner = runner_of(env, tmp_path, eval_examples=2)
+    runner = runner_of(env, eval_examples=2)
     assert prompts(runner, range(2)) == ["task 2", "task 3"]
     with pytest.raises(InvalidEnvironmentError, match="infinite and ended after 4 tasks"):
         prompts(runner, [2])
 
 
-def test_overlong_prompts_are_left_out_of_a_stream(tmp_path):
-    tokenizer = load_example("warm_start").make_tokenizer()
+def test_overlong_prompts_are_left_out_of_a_stream(tokenizer):
     env = toml('taskset = { id = "stream_tasks", padding = 50 }')
-    runner = runner_of(env, tmp_path, tokenizer, max_prompt_len=30, eval_examples=2)
+    runner = runner_of(env, tokenizer, max_prompt_len=30, eval_examples=2)
     assert prompts(runner, range(2), "eval") == ["task 0", "task 2"]
     assert prompts(runner, range(2)) == ["task 4", "task 6"]
     with pytest.raises(
         InvalidEnvironmentError, match=r"1000 tasks .* longer than max_prompt_len=3"
     ):
-        runner_of(env, tmp_path, tokenizer, max_prompt_len=3)
+        runner_of(env, tokenizer, max_prompt_len=3)

@@ -3,8 +3,6 @@ import gc
 import json
 import os
 import random
-import subprocess
-import sys
 import threading
 import time
 from functools import partial
@@ -29,7 +27,6 @@ from transformers import (
 )
 
 from tests.helpers import (
-    ROOT,
     StubRequest,
     StubServer,
     StubSource,
@@ -37,6 +34,7 @@ from tests.helpers import (
     make_tiny_moe,
     push_body,
     push_to,
+    run_script,
     stub_servers,
     write_tiny_qwen3_5,
 )
@@ -492,14 +490,6 @@ def plan_of(sources, adapter=None):
     return plan_with({name: source.shape for name, source in sources.items()}, adapter=adapter)
 
 
-def test_the_plans_of_a_trainer_are_what_its_server_expects(served):
-    model = make_tiny_model()
-    check_plan(plan_of(full_sources(model)), served, "float32")
-    model = with_trained_adapter(model)
-    check_plan(plan_of(merged_sources(model)), served, "float32")
-    check_plan(plan_of(*adapter_sources(model)), served, "float32")
-
-
 @pytest.mark.parametrize("loaded", [False, True])
 def test_experts_travel_as_a_checkpoint_has_them(tmp_path, loaded):
     model = make_tiny_moe()
@@ -513,14 +503,6 @@ def test_experts_travel_as_a_checkpoint_has_them(tmp_path, loaded):
     for name, source in sources.items():
         made = source.make()
         assert source.shape == made.shape and torch.equal(made, checkpoint[name]), name
-    model.config.architectures = ["Qwen3MoeForCausalLM"]
-    served = trained_model(model.config)
-    check_plan(plan_of(sources), served, "float32")
-    lora = LoraConfig(r=2, target_modules=["q_proj"])
-    model = get_peft_model(model, lora)
-    check_plan(plan_of(*adapter_sources(model)), served, "float32")
-    merged, _ = what_to_send(model, "merged")
-    assert merged.keys() == checkpoint.keys()
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["dense", "experts"])
@@ -537,35 +519,23 @@ def qwen3_5(request, tmp_path_factory):
     return folder, served
 
 
-@pytest.mark.parametrize("lora_sync", ["full", "merged", "adapter"])
+@pytest.mark.parametrize("use_lora", [False, True])
 def test_the_text_of_a_checkpoint_with_a_vision_tower_travels_under_its_own_names(
-    qwen3_5, lora_sync
+    qwen3_5, use_lora
 ):
     folder, config = qwen3_5
-    model = load_policy(str(folder), RLConfig(use_cpu=True, use_lora=lora_sync != "full"))
-    sources, adapter = what_to_send(model, "adapter" if lora_sync == "adapter" else "merged")
-    kind = "adapter" if adapter else "full"
-    plan = plan_of(sources, adapter)
+    model = load_policy(str(folder), RLConfig(use_cpu=True, use_lora=use_lora))
+    sources, _ = what_to_send(model, "merged")
+    plan = plan_of(sources)
     check_plan(plan, trained_model(config), "float32")
     checkpoint = load_file(folder / "model.safetensors")
     served = as_served(plan, trained_model(config), config)
     assert [*served.tensors.values()] == [*plan.tensors.values()]
-    names = {*served.tensors}
-    if kind == "full":  # all text tensors, and no other
-        assert names == {name for name in checkpoint if not name.startswith("model.visual.")}
-        for name, source in zip(served.tensors, sources.values(), strict=True):
-            loaded = source.make().detach().bfloat16()
-            assert torch.equal(loaded, checkpoint[name]), name
-    else:
-        layers = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in names}
-        assert {f"{layer}.weight" for layer in layers} <= checkpoint.keys()
-
-
-def test_a_model_that_is_served_as_it_is_trained_keeps_its_names():
-    model = make_tiny_moe()
-    model.config.architectures = ["Qwen3MoeForCausalLM"]
-    plan = plan_of(what_to_send(model, "adapter")[0])
-    assert as_served(plan, trained_model(model.config), model.config) == plan
+    # All text tensors, and no other.
+    text = {name for name in checkpoint if not name.startswith("model.visual.")}
+    assert {*served.tensors} == text
+    for name, source in zip(served.tensors, sources.values(), strict=True):
+        assert torch.equal(source.make().detach().bfloat16(), checkpoint[name]), name
 
 
 def test_a_model_that_fsdp_split_travels_under_the_names_of_its_own_class():
@@ -623,10 +593,10 @@ def test_an_adapter_of_experts_travels_merged_only():
 @pytest.mark.parametrize("lora_sync", ["adapter", "auto", "merged"])
 @pytest.mark.parametrize("modules_to_save", [None, ["gate"]])
 def test_an_adapter_of_experts_is_refused_before_the_run_where_it_is_not_sent_merged(
-    monkeypatch, tmp_path, lora_sync, modules_to_save
+    monkeypatch, lora_sync, modules_to_save
 ):
     servers = stub_servers(monkeypatch, dtype="bfloat16")
-    args = RLConfig(output_dir=str(tmp_path), use_cpu=True, lora_sync=lora_sync, vllm_server_port=1)
+    args = RLConfig(use_cpu=True, lora_sync=lora_sync, vllm_server_port=1)
     config = LoraConfig(r=2, target_modules=TARGETS, modules_to_save=modules_to_save)
     policy = get_peft_model(make_tiny_moe(), config)
 
@@ -791,6 +761,7 @@ def test_a_server_of_a_quantised_checkpoint_says_what_to_do_about_full_weights()
 
 SPLIT = """
 import gc, os, sys, weakref, torch, torch.distributed as dist
+os.environ["DS_ACCELERATOR"] = "cpu"
 from tests.helpers import make_tiny_model, make_tiny_moe, packed_weights
 from tests.test_weight_sync import plan_of, with_trained_adapter
 from verifiers_rl.sync import sources as sources_of
@@ -852,7 +823,7 @@ def split(kind, what):
             torch.testing.assert_close(got[name], expected[name], rtol=1e-6, atol=1e-7)
         total = sum(t.numel() * 4 for t in expected.values())
         assert 0 < peak <= 1.5 * largest < total / 2, (peak, largest, total)
-        print("gathered", what, total, "peak", peak)
+        print("gathered", what, total, "peak", peak, file=sys.stderr)
 
 sources_of.gather_full = counted
 for what in sys.argv[2:]:
@@ -876,18 +847,6 @@ let_gloo_threads_finish()
 def test_a_split_model_is_gathered_one_tensor_at_a_time(kind, models, tmp_path):
     if kind == "zero3":
         pytest.importorskip("deepspeed", reason="the deepspeed extra is not installed")
-    script = tmp_path / "split.py"
-    script.write_text(SPLIT)
-    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "DS_ACCELERATOR": "cpu"}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*launcher, "--standalone", str(script), kind, *models],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    said = run_script(tmp_path, SPLIT, kind, *models)
     for what in models:
-        assert f"gathered {what}" in done.stdout
+        assert f"gathered {what}" in said

@@ -14,6 +14,7 @@ import verifiers as vf
 from aiohttp import web
 from datasets import Dataset
 
+from tests.serving import chat_reply, serving
 from verifiers_rl.data import describe_error
 from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
 from verifiers_rl.envs.classic import ClassicEnvironment, samples_from_trajectory
@@ -124,16 +125,13 @@ class Server:
         self.requests.append((request.path, body))
         token_ids = [*self.tokenizer.encode(content), self.tokenizer.eos_token_id]
         n = len(token_ids)
-        choice = {"index": 0, "finish_reason": "stop", "logprobs": {"content": []}}
-        choice["message"] = {"role": "assistant", "content": content}
-        reply = {"object": "chat.completion", "created": 0, "model": body["model"]}
-        reply |= {"id": f"{len(self.requests)}", "choices": [choice]}
+        reply = chat_reply(content, logprobs={"content": []})
         if request.path.endswith("/tokens"):
             mask = np.ones(n, int), np.array(token_ids)
             reply["packed_tokens"] = pack_sampled(token_ids, np.full(n, -0.5), mask)
         else:
             logprob = {"token": "x", "logprob": -0.5, "top_logprobs": []}
-            choice |= {"token_ids": token_ids, "logprobs": {"content": [logprob] * n}}
+            reply = chat_reply(content, token_ids=token_ids, logprobs={"content": [logprob] * n})
             reply["prompt_token_ids"] = self.tokenizer.apply_chat_template(
                 body["messages"], add_generation_prompt=True, return_dict=False
             )
@@ -165,20 +163,15 @@ def play(tokenizer, monkeypatch):
 
         async def run():
             contain_tasks(asyncio.get_running_loop())  # as a worker does
-            app = web.Application()
-            app.router.add_post("/{path:.*}", server.answer)
-            runner = web.AppRunner(app, shutdown_timeout=1, handler_cancellation=True)
-            await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-            played = ClassicEnvironment(env, RunnerOptions(url, tokenizer, max_seq_len, **options))
-            await played.open()
-            try:
-                request = ("train", 1, num_rollouts, "m", 9, SAMPLING, Places(8), timeout_s)
-                return await played.run_group(GroupRequest(*request))
-            finally:
-                await played.close()
-                await runner.cleanup()
+            async with serving(server.answer, "/{path:.*}") as url:
+                where = RunnerOptions(url, tokenizer, max_seq_len, **options)
+                played = ClassicEnvironment(env, where)
+                await played.open()
+                try:
+                    request = ("train", 1, num_rollouts, "m", 9, SAMPLING, Places(8), timeout_s)
+                    return await played.run_group(GroupRequest(*request))
+                finally:
+                    await played.close()
 
         return asyncio.run(run()), server.requests
 
