@@ -576,6 +576,7 @@ class RLConfig(TrainingArguments):
         if self.loss in self.NAMED_LOSSES:  # the trainer loads a user's own loss
             self.make_loss()
         self.make_masks(MASKS)
+        self.make_filter()
         self._check_together()
 
     def _checked(self, name: str, value: Any, where: str = "") -> Any:
