@@ -2,21 +2,21 @@
 
     python benchmarks/soak.py [--minutes 30] [--save-steps 200] [--model FOLDER] [--samples FILE]
 
-`vf-rl @ examples/reverse_text/rl.toml`: the real server, the trainer, and rollouts in two worker
-processes, 64 rollouts a step, each step logged, two checkpoints kept. Every 30 s a sample is taken
-of each process, with those that it has started, and of the run's folder. Printed is the slope of
-each over the steps, by least squares over the last two thirds of the run, with its standard error,
-beside what was predicted. Without --model the demo's model is made first, in some minutes.
+`vf-rl @ examples/reverse_text/rl.toml`: the real server, the trainer, rollouts in two workers, 64
+rollouts a step, each step logged, two checkpoints kept. Every 30 s a sample is taken of each
+process, with those that it has started, and of the run's folder. Printed is the slope of each over
+the steps, by least squares over the last two thirds of the run, with its standard error, beside
+what was predicted. Without --model the demo's model is made first, in some minutes.
 """
 
 import argparse
 import json
 import os
 import re
-import signal
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -39,27 +39,23 @@ def sample_processes(run: int) -> dict[str, float]:
 
     root, found, parts = psutil.Process(run), dict[str, float](), dict[int, str]()
     for process in [root, *root.children(recursive=True)]:  # a parent comes before its children
-        try:
+        with suppress(psutil.NoSuchProcess):  # it has just ended
             words, above = " ".join(process.cmdline()), parts.get(process.ppid(), "vf-rl")
             started = "workers" if above == "trainer" else above
             part = next((name for name, word in PARTS.items() if word in words), started)
             parts[process.pid] = part
             numbers = {"RSS (KB)": process.memory_info().rss / 1024}
             numbers |= {"open files": process.num_fds(), "threads": process.num_threads()}
-        except psutil.NoSuchProcess:
-            continue  # it has just ended
-        for name, number in numbers.items():
-            found[f"{part} {name}"] = found.get(f"{part} {name}", 0.0) + number
+            for name, number in numbers.items():
+                found[f"{part} {name}"] = found.get(f"{part} {name}", 0.0) + number
     return found
 
 
 def sample_folder(folder: Path) -> dict[str, float]:
     sizes = dict[Path, float]()
     for path in folder.rglob("*"):
-        try:
+        with suppress(FileNotFoundError):  # of a checkpoint that is removed now
             sizes[path] = path.stat().st_size / 1024 if path.is_file() else 0.0
-        except FileNotFoundError:  # of a checkpoint that is removed now
-            continue
     states = [size for path, size in sizes.items() if path.name == "trainer_state.json"]
     rollouts = [size for path, size in sizes.items() if path.parent.name == "rollouts"]
     found = {"folder files": len(sizes), "folder (KB)": sum(sizes.values())}
@@ -74,22 +70,20 @@ def steps_done(folder: Path) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--save-steps", type=int, default=200)
-    parser.add_argument("--model", type=Path)
-    parser.add_argument("--samples", type=Path, default=os.devnull, help="a file for all samples")
+    parser.add_argument("--model", type=Path, help="the demo's, if it is made already")
+    parser.add_argument("--samples", default=os.devnull, help="a file for all samples")
     options = parser.parse_args()
 
     import numpy as np
 
     from tests.conftest import Started, free_port, train_warm_start
 
-    samples = list[dict[str, float]]()
     with tempfile.TemporaryDirectory() as name, open(options.samples, "w", buffering=1) as lines:
-        folder, model = Path(name, "run"), options.model or Path(name, "model")
+        folder, model, samples = Path(name, "run"), options.model or Path(name, "model"), []
         if options.model is None:
             train_warm_start(model)
         keys = {
@@ -101,8 +95,7 @@ def main() -> None:
         words = [sys.executable, "-c", "from verifiers_rl.cli.rl import main; main()", "--no-tmux"]
         words += ["@", str(ROOT / "examples/reverse_text/rl.toml"), "--model", str(model)]
         words += [w for key, value in keys.items() for w in (f"--trainer.args.{key}", str(value))]
-        paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        with Started(words, {**os.environ, "PYTHONPATH": paths}, Path(name, "log")) as started:
+        with Started(words, {**os.environ, "PYTHONPATH": str(ROOT)}, Path(name, "log")) as started:
             started.wait_until(lambda: steps_done(folder) >= 10)
             end = time.monotonic() + 60 * options.minutes
             while time.monotonic() < end and started.process.poll() is None:
@@ -112,14 +105,12 @@ def main() -> None:
                 lines.write(json.dumps(samples[-1]) + "\n")
             if started.process.poll() is not None:
                 raise RuntimeError(started.said()[-6000:])
-            started.process.send_signal(signal.SIGINT)
-            started.wait_until(lambda: started.process.poll() is not None)
     steady = samples[len(samples) // 3 :]
-    steps = np.array([sample["steps"] for sample in steady])
+    steps = [sample["steps"] for sample in steady]
     print(f"{samples[-1]['steps']} steps\n| what | first | last | a step | +- | predicted |")
     print("| --- | --- | --- | --- | --- | --- |")
     for what in (name for name in samples[-1] if name != "steps"):
-        values = np.array([sample[what] for sample in steady])
+        values = [sample[what] for sample in steady]
         (slope, _), covariance = np.polyfit(steps, values, 1, cov=True)
         found = f"{values[0]:.0f} | {values[-1]:.0f} | {slope:.3f} | {covariance[0, 0] ** 0.5:.3f}"
         print(f"| {what} | {found} | {PREDICTED.get(what, 0.0)} |")

@@ -104,12 +104,12 @@ def test_only_a_trainable_adapter_that_is_called_default_is_trained(tmp_path):
     lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"])
     adapted().save_pretrained(tmp_path)
     frozen = PeftModel.from_pretrained(make_tiny_model(), tmp_path)
-    with pytest.raises(ConfigError, match="frozen.*is_trainable=True"):
+    with pytest.raises(ConfigError, match=r"frozen.*is_trainable=True"):
         check_policy(load_policy(frozen, options()), options())
     (by_transformers := make_tiny_model()).load_adapter(str(tmp_path))
     (second := adapted()).add_adapter("second", lora)
     load_policy(second, options())  # not the active one
     second.set_adapter("second")
     for model in (adapted("policy"), second, by_transformers):
-        with pytest.raises(ConfigError, match="of a PeftModel, under the name 'default'"):
+        with pytest.raises(ConfigError, match="a PeftModel's and be called 'default'"):
             load_policy(model, options())

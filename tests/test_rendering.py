@@ -44,8 +44,8 @@ def test_few_renderings_are_kept(tokenizer):
 # As those of Qwen3-Coder and GLM, it takes no arguments but an object.
 OF_OBJECTS = """
 {%- for m in messages -%}<|{{ m.role }}|>{{ m.content }}
-{%- for call in m.tool_calls or [] -%}{%- for k, v in call.function.arguments|items -%}{{ k }}={{ v }}
-{%- endfor -%}{%- endfor -%}{{ eos_token }}{%- endfor -%}
+{%- for call in m.tool_calls or [] -%}{%- for k, v in call.function.arguments|items -%}
+{{ k }}={{ v }}{%- endfor -%}{%- endfor -%}{{ eos_token }}{%- endfor -%}
 {%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"""
 
 

@@ -85,9 +85,8 @@ def _load(model: Any, args: RLConfig, peft_config: Any) -> Any:
     # `active_adapters` is a method of a transformers model that has loaded an adapter by itself.
     if hasattr(model, "peft_config") and model.active_adapters != ["default"]:
         raise ConfigError(
-            f"model: its adapters are {', '.join(model.peft_config)}, and what is trained is the "
-            "active one of a PeftModel, under the name 'default'. Pass the adapter's folder as "
-            "model, or PeftModel.from_pretrained(base, folder, is_trainable=True)"
+            "model: its active adapter must be a PeftModel's and be called 'default': load it with "
+            "PeftModel.from_pretrained(base, folder, is_trainable=True), or pass its folder"
         )
     _set_attention(model, args.attn_implementation)
     switch_off_dropout(model)
@@ -313,8 +312,7 @@ def check_policy(model: Any, args: RLConfig) -> None:
         print(describe_adapter(model), flush=True)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
-            "model: all its weights are frozen (requires_grad is False), so nothing would be "
-            "trained; PeftModel.from_pretrained needs is_trainable=True"
+            "model: all its weights are frozen; PeftModel.from_pretrained needs is_trainable=True"
         )
     if hasattr(model, "peft_config") and _unties(model):
         raise ConfigError(

@@ -71,9 +71,8 @@ def check_adapter(config: Any, lora_sync: str) -> None:
         )
     if str(config.init_lora_weights).startswith("pissa_niter"):
         raise ConfigError(
-            f"peft_config.init_lora_weights={config.init_lora_weights!r}: it changes the base "
-            "weights at random, and a checkpoint or a saved adapter would be loaded onto others; "
-            "set 'pissa'"
+            "peft_config.init_lora_weights='pissa_niter_...' changes the base weights at random, "
+            "and a checkpoint would be loaded onto others; set 'pissa'"
         )
     if lora_sync == "merged" or config.modules_to_save:  # which are sent merged only
         return
