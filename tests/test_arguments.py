@@ -34,7 +34,7 @@ DATA = r"belong to env: RLTrainer\(model, env_from\(prompts, reward.* docs/from_
         ({"orchestrator": StubSource()}, "env: without effect beside orchestrator"),
         ({**OWN_BATCHES, "advantage_fn": len}, "advantage_fn: without effect beside orchestrator"),
         ({**OWN_BATCHES, "example_order": len}, "example_order: without effect beside orchestrat"),
-        ({"weight_sync": StubSource()}, "weight_sync: StubSource has no policy_version, sleeps, model"),
+        ({"weight_sync": StubSource()}, "weight_sync: StubSource has no policy_version, sleeps"),
         ({"orchestrator": StubSink()}, "orchestrator: StubSink has no num_pending, start, submit"),
         ({"report_to": "wandbb"}, r"report_to=.*wandbb is not supported, only"),
     ],

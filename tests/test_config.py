@@ -40,6 +40,7 @@ WRONG = [
     {"share_prefixes": "often"},
     {"micro_batch_size": 2.5},
     {"temperature": 0.0},
+    {"temperature": 0.005},
     {"min_p": -0.1},
     {"presence_penalty": 3},
     {"lora_dropout": 1.0},

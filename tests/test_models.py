@@ -2,6 +2,7 @@ import re
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM
 
@@ -87,3 +88,21 @@ def test_all_linear_is_pefts(qwen3_5):
     assert ("shared_expert_gate" in policy.peft_config["default"].target_modules) == has_experts
     assert "lm_head" not in policy.peft_config["default"].target_modules
     policy.unload()
+
+
+def test_only_a_trainable_adapter_that_is_called_default_is_trained(tmp_path):
+    def adapted(name="default"):
+        return get_peft_model(make_tiny_model(), lora, adapter_name=name)
+
+    lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"])
+    adapted().save_pretrained(tmp_path)
+    frozen = PeftModel.from_pretrained(make_tiny_model(), tmp_path)
+    with pytest.raises(ConfigError, match=r"frozen.*is_trainable=True"):
+        check_policy(load_policy(frozen, options()), options())
+    (by_transformers := make_tiny_model()).load_adapter(str(tmp_path))
+    (second := adapted()).add_adapter("second", lora)
+    load_policy(second, options())  # not the active one
+    second.set_adapter("second")
+    for model in (adapted("policy"), second, by_transformers):
+        with pytest.raises(ConfigError, match="a PeftModel's and be called 'default'"):
+            load_policy(model, options())

@@ -39,3 +39,27 @@ def test_few_renderings_are_kept(tokenizer):
     for number in (*range(NUM_KEPT + 1), NUM_KEPT, 0):  # the last but one is still there
         renderer.render([{"role": "user", "content": str(number)}])
     assert tokenizer.apply_chat_template.call_count == NUM_KEPT + 2
+
+
+# As those of Qwen3-Coder and GLM, it takes no arguments but an object.
+OF_OBJECTS = """
+{%- for m in messages -%}<|{{ m.role }}|>{{ m.content }}
+{%- for call in m.tool_calls or [] -%}{%- for k, v in call.function.arguments|items -%}
+{{ k }}={{ v }}{%- endfor -%}{%- endfor -%}{{ eos_token }}{%- endfor -%}
+{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"""
+
+
+@pytest.mark.parametrize("arguments", ['{"x": 4}', '{"x": 4', "[4]", "null", ""])
+def test_a_conversation_goes_on_after_a_tool_call_whose_arguments_are_no_object(arguments):
+    tokenizer = load_example("warm_start").make_tokenizer()
+    tokenizer.chat_template = OF_OBJECTS
+    renderer, call = Renderer(tokenizer), {"name": "double", "arguments": arguments}
+    question = {"role": "user", "content": "q"}
+    reply = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": call}]}
+    result = {"role": "tool", "content": "error", "tool_call_id": "1"}
+    sampled = [*tokenizer("zz").input_ids, tokenizer.eos_token_id]
+    so_far = renderer.render([question]) + sampled
+    extended = renderer.extend(so_far, [question, reply, result], 1)
+    after = renderer.render([question, result])[len(renderer.render([question], is_prompt=False)) :]
+    assert extended == so_far + after
+    assert call["arguments"] == arguments

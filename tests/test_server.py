@@ -1122,6 +1122,14 @@ def test_flags_that_training_cannot_have_are_refused(flags, message):
     assert found is None if message is None else found.startswith(message)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's own, while it is imported
+def test_two_servers_do_not_sample_by_the_same_seed():
+    seeds = [vf_vllm.make_parser().parse_args(["--model", "m"]).seed for _ in range(2)]
+    assert seeds[0] != seeds[1]
+    assert vf_vllm.make_parser().parse_args(["--model", "m", "--seed", "3"]).seed == 3
+
+
 RESERVE = """
 import sys
 from verifiers_rl.inference.port import reserve_port

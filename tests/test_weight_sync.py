@@ -438,6 +438,9 @@ def test_a_tied_head_travels_once():
     assert "lm_head.weight" in full_sources(make_tiny_model(tie_word_embeddings=False))
 
 
+BOTH = ("adapter", "merged")
+
+
 @pytest.mark.parametrize(
     ("options", "lora_sync", "message"),
     [
@@ -446,11 +449,8 @@ def test_a_tied_head_travels_once():
         ({"bias": "all"}, "adapter", "bias='all'.*set lora_sync='merged'"),
         ({"rank_pattern": {"q_proj": 2}}, "merged", None),
         ({}, "adapter", None),
-        (
-            {"init_lora_weights": "pissa_niter_4"},
-            "adapter",
-            "='pissa_niter_4': it changes.*'merged'",
-        ),
+        ({"init_lora_weights": "pissa"}, "adapter", "='pissa': it changes.*'merged'"),
+        *(({"init_lora_weights": "pissa_niter_4"}, kind, "set 'pissa'") for kind in BOTH),
         ({"init_lora_weights": "olora"}, "merged", None),
         ({"init_lora_weights": "orthogonal"}, "adapter", None),
     ],

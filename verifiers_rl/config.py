@@ -363,8 +363,9 @@ class RLConfig(TrainingArguments):
     max_tokens: PositiveInt | None = None
     """Longest reply of one turn, in tokens. None: the reply may fill max_seq_len, or in classic
     environments the server's max_model_len."""
-    temperature: Annotated[float, Field(gt=0, le=2)] = 0.7
-    """Sampling temperature. The trainer computes its logprobs at the same temperature."""
+    temperature: Annotated[float, Field(ge=0.01, le=2)] = 0.7
+    """Sampling temperature. The trainer computes its logprobs at the same temperature. vLLM takes a
+    lower one than 0.01 for 0.01."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample from the smallest set of likeliest tokens whose total probability reaches this."""
     top_k: PositiveInt | None = None

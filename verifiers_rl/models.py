@@ -82,6 +82,12 @@ def _load(model: Any, args: RLConfig, peft_config: Any) -> Any:
     if isinstance(model, str):
         dtype = torch.bfloat16 if args.use_lora and args.bf16 else torch.float32
         model = _load_folder(model, dtype)
+    # `active_adapters` is a method of a transformers model that has loaded an adapter by itself.
+    if hasattr(model, "peft_config") and model.active_adapters != ["default"]:
+        raise ConfigError(
+            "model: its active adapter must be a PeftModel's and be called 'default': load it with "
+            "PeftModel.from_pretrained(base, folder, is_trainable=True), or pass its folder"
+        )
     _set_attention(model, args.attn_implementation)
     switch_off_dropout(model)
     if hasattr(model, "peft_config"):
@@ -290,6 +296,10 @@ def check_policy(model: Any, args: RLConfig) -> None:
     """
     if args.process_index == 0 and hasattr(model, "peft_config"):
         model.print_trainable_parameters()
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            "model: all its weights are frozen; PeftModel.from_pretrained needs is_trainable=True"
+        )
     if hasattr(model, "peft_config") and _unties(model):
         raise ConfigError(
             "the adapter changes the embedding or the head, and this model uses one weight for "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from array import array
@@ -96,9 +97,10 @@ class Renderer:
         the template writes for the last `num_new` messages; None if it cannot be told.
 
         A short reply stands in for the real one. The tokens of the real one are known, and the
-        template may render it otherwise than it was sampled. A reply that ended with no special
-        token, as one does at a `stop` string, is followed by the token that ends the template's
-        replies.
+        template may render it otherwise than it was sampled. Its tool calls are rendered without
+        arguments: some templates refuse those that are no JSON object, a mistake of the model that
+        the environment answers. A reply that ended with no special token, as one does at a `stop`
+        string, is followed by the token that ends the template's replies.
         """
         new = messages[len(messages) - num_new :]
         if not new or any(message["role"] == "assistant" for message in new):
@@ -107,7 +109,10 @@ class Renderer:
         end = tokens[-1] if is_ended else self._tokenizer.eos_token_id
         question = {"role": "user", "content": "?"}
         reply = {**messages[-num_new - 1], "content": "."}
-        reply = {k: reply[k] for k in ("role", "content", "tool_calls") if reply.get(k)}
+        kept = ("role", "content", "tool_calls")
+        reply = {k: copy.deepcopy(reply[k]) for k in kept if reply.get(k)}
+        for call in reply.get("tool_calls", ()):
+            call["function"]["arguments"] = {}
         try:
             num_before = self.render([question], is_prompt=False, **template).count(end)
             after = self.render([question, reply, *new], **template)

@@ -84,6 +84,8 @@ def make_parser() -> Any:
     parser.set_defaults(
         host="127.0.0.1",
         allowed_origins=[],  # vLLM's default lets in the scripts of every web page
+        # vLLM's is 0: several servers would sample the same replies to the prompt of a group.
+        seed=secrets.randbelow(2**31),
         logprobs_mode="processed_logprobs",
         max_logprobs=MAX_MASK + NUM_TIES,
         worker_extension_cls=WORKER_EXTENSION,

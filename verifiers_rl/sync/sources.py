@@ -70,6 +70,11 @@ def check_adapter(config: Any, lora_sync: str) -> None:
             f"peft_config={' with '.join([type(config).__name__, *not_plain])}: only "
             "plain LoRA can be sent to vLLM (no DoRA, no lora_bias)"
         )
+    if str(config.init_lora_weights).startswith("pissa_niter"):
+        raise ConfigError(
+            "peft_config.init_lora_weights='pissa_niter_...' changes the base weights at random, "
+            "and a checkpoint would be loaded onto others; set 'pissa'"
+        )
     if lora_sync == "merged" or config.modules_to_save:  # which are sent merged only
         return
     for name, is_plain, reason in (
