@@ -438,10 +438,10 @@ def kill_once(number, when, name="-m tests.gpu_like_server"):
     return True
 
 class TakesTurns(RLTrainer):
-    def _sync_weights(self):
+    def push_weights(self):
         global version, num_sent
         version, num_sent = self.state.global_step, 0
-        super()._sync_weights()
+        super().push_weights()
 
 def count_buckets(sync, bucket):
     global num_sent
