@@ -114,6 +114,7 @@ def test_a_chunk_of_logits_takes_256_mb_and_on_a_gpu_1_gb():
     assert chunk_size_for(151_936, "cpu") == 441 and 441 * 151_936 * 4 < 2**28
     assert chunk_size_for(151_936, "cuda") == 1766 and 1766 * 151_936 * 4 < 2**30
     assert chunk_size_for(10**9, "cpu") == 1
+    assert chunk_size_for(151_936, "mps") == 441
 
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")

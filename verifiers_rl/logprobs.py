@@ -276,9 +276,9 @@ _CHUNK_ELEMENTS = {"cpu": 2**26, "cuda": 2**28}
 
 def chunk_size_for(vocab_size: int, device_type: str) -> int:
     """Return how many tokens have the logits of a chunk: at Qwen3's 151,936 entries 441 on a CPU,
-    1,766 on a GPU.
+    1,766 on a GPU. Other devices, such as a Mac's, have those of a CPU.
     """
-    return max(_CHUNK_ELEMENTS[device_type] // vocab_size, 1)
+    return max(_CHUNK_ELEMENTS.get(device_type, _CHUNK_ELEMENTS["cpu"]) // vocab_size, 1)
 
 
 def _text_config(model: Any) -> Any:
