@@ -133,6 +133,7 @@ HEX = "0123456789abcdef0123456789abcdef01234567"
         ('db = "postgres://me:word@host/x"', 'db = "***"'),
         (f'setdefault("WANDB_API_KEY", "{HEX}")', 'setdefault("WANDB_API_KEY", "***")'),
         (f'wandb.login(key="{HEX}")', 'wandb.login(key="***")'),
+        (f'"wandb.login(key=\\"{HEX}\\")\\n",', '"wandb.login(key=\\"***\\")\\n",'),
         (f"+export WANDB_API_KEY={HEX}\n", "+export WANDB_API_KEY=***\n"),
         (f"env['GITHUB_TOKEN'] = '{HEX}'", "env['GITHUB_TOKEN'] = '***'"),
         ("git+https://me:word@host/x", "git+https://***@host/x"),

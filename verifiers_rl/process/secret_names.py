@@ -26,9 +26,9 @@ _SECRET_VALUE = re.compile(
 )
 
 # NAME = "VALUE", NAME: "VALUE", ["NAME"] = "VALUE", NAME("VALUE") and "NAME", "VALUE" in a program;
-# NAME=VALUE in a shell, where the value is long.
+# NAME=VALUE in a shell, where the value is long. In a notebook, quotes have a backslash before them.
 _NAMED_TEXT = re.compile(
-    r"""(?<!\w)(\w+)["'\]]*\s*[:=(,]\s*(?=["']([^"'\n]{8,})|([\w+/=-]{20,})(?!\S))"""
+    r"""(?<!\w)(\w+)[\\"'\]]*\s*[:=(,]\s*(?=\\?["']([^\\"'\n]{8,})|([\w+/=-]{20,})(?!\S))"""
 )
 _RANDOM_TEXT = re.compile(r"(?=(\D*\d){3})[\w+/=-]{20,}")  # as keys are, and few words
 
