@@ -138,6 +138,7 @@ HEX = "0123456789abcdef0123456789abcdef01234567"
         (f"env['GITHUB_TOKEN'] = '{HEX}'", "env['GITHUB_TOKEN'] = '***'"),
         ("git+https://me:word@host/x", "git+https://***@host/x"),
         ('pad_token = "<|endoftext|>"', None),
+        ('Literal["token", "sequence", "constant"]', None),
         ("token = tokens[0]; api_key = read(path)", None),
         ('sorted(rows, key="completion"); EOS_TOKEN = "<|im_end|>"', None),
         (f"commit = {HEX}", None),
