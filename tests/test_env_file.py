@@ -120,6 +120,9 @@ def test_keys_that_hold_secrets_are_told_from_others(key, value, is_one):
     assert is_secret_key(key, value) == is_one
 
 
+HEX = "0123456789abcdef0123456789abcdef01234567"
+
+
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
@@ -128,8 +131,17 @@ def test_keys_that_hold_secrets_are_told_from_others(key, value, is_one):
         ('login("hf_AbCdEfGhIjKlMnOpQrStUv")', 'login("***")'),
         ("+HF_TOKEN=hf_AbCdEfGhIjKlMnOpQrStUv", "+HF_TOKEN=***"),
         ('db = "postgres://me:word@host/x"', 'db = "***"'),
+        (f'setdefault("WANDB_API_KEY", "{HEX}")', 'setdefault("WANDB_API_KEY", "***")'),
+        (f'wandb.login(key="{HEX}")', 'wandb.login(key="***")'),
+        (f'"wandb.login(key=\\"{HEX}\\")\\n",', '"wandb.login(key=\\"***\\")\\n",'),
+        (f"+export WANDB_API_KEY={HEX}\n", "+export WANDB_API_KEY=***\n"),
+        (f"env['GITHUB_TOKEN'] = '{HEX}'", "env['GITHUB_TOKEN'] = '***'"),
+        ("git+https://me:word@host/x", "git+https://***@host/x"),
         ('pad_token = "<|endoftext|>"', None),
+        ('Literal["token", "sequence", "constant"]', None),
         ("token = tokens[0]; api_key = read(path)", None),
+        ('sorted(rows, key="completion"); EOS_TOKEN = "<|im_end|>"', None),
+        (f"commit = {HEX}", None),
     ],
 )
 def test_programs_are_shown_without_their_secrets(text, shown):

@@ -124,6 +124,15 @@ def test_the_status_of_a_run_is_what_its_files_and_its_process_say(tmp_path, run
     assert state["status"] == status and state["step"] == 4
 
 
+def test_the_state_has_hashes_of_code_and_options_as_they_are(tmp_path):
+    digest = "0" * 64
+    layers = ["q_proj", "v_proj"]
+    write_run(tmp_path, {"args": {"lora_target_modules": layers}, "code": {"loss": [digest, "x"]}})
+    run = Run("run", tmp_path)
+    assert run.state()["run"]["args"] == {"lora_target_modules": layers}
+    assert run.state()["run"]["code"] == {"loss": digest} and run.code() == {"loss": "x"}
+
+
 def test_rollouts_are_read_again_after_more_were_written_or_some_were_removed(tmp_path):
     write_rows(tmp_path, make_row(1), make_row(2))
     run = Run("a", tmp_path)

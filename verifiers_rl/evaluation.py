@@ -77,8 +77,16 @@ class Evaluations(TrainerCallback):
         if self._running is not None:
             self.due, self._running = self._trainer.state.global_step, None
 
-    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        self._trainer.end_evaluations()
+    def on_train_end(self, args: Any, *others: Any, **kwargs: Any) -> None:
+        """Wait for the evaluations that run or are due, and log them."""
+
+        def end() -> None:
+            self.begin()
+            self.end()
+
+        if args.eval_strategy != "no":
+            self._trainer._on_rank_0(end)
+            self.log_ended()
 
     def log_ended(self, prefix: str = "eval") -> dict[str, float]:
         """Log the results of evaluations that have ended on rank 0 since the last call, each at the

@@ -208,8 +208,9 @@ def replay_step(trainer: Any, batch: Batch, checkpoint: str | None) -> Outcome:
             means = TokenMeans()
             loss = trainer.train_on(model, batch, means).item()
             metrics.append({"loss": loss, **means.reduce(batch.num_loss_tokens, 1)})
-            grads = (torch.zeros_like(p) if p.grad is None else p.grad for p in trained)
-            gradients.append(torch.cat([grad.flatten().float().cpu() for grad in grads]))
+            if not gradients:
+                grads = (torch.zeros_like(p) if p.grad is None else p.grad for p in trained)
+                gradients.append(torch.cat([grad.flatten().float().cpu() for grad in grads]))
             trainer.update_now(model)
         raise Replayed
 

@@ -445,17 +445,6 @@ class RLTrainer(SavingTrainer):
             return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
         return {}  # `_next_batch` logs the result later
 
-    def end_evaluations(self) -> None:
-        """Wait for the evaluations that run or are due, and log them. Every rank calls this."""
-
-        def end() -> None:
-            self.evaluations.begin()
-            self.evaluations.end()
-
-        if self.args.eval_strategy != "no":
-            self._on_rank_0(end)
-            self.evaluations.log_ended()
-
     # --- The run ----------------------------------------------------------------------------------
 
     def train(

