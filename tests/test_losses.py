@@ -214,7 +214,7 @@ BY_DEFAULT, OF_IPO = [0, 2, 3], [0, 1, 3]
         (None, {"loss": "truncated_is"}, []),
         # A function of one's own gets masks that are set, and no others.
         (cispo, {}, []),
-        (cispo, {"gradient_masks": '{"ipo": {"max_divergence": 0.2}}'}, OF_IPO),
+        (cispo, {"gradient_masks": {"ipo": {"max_divergence": 0.2}}}, OF_IPO),
     ],
 )
 def test_cispo_has_a_mask_by_default_and_other_losses_have_none(loss_fn, options, masked):
