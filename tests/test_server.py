@@ -840,6 +840,21 @@ def test_a_server_that_cannot_wake_takes_no_push_and_tries_again(monkeypatch):
         hold.close(), again.close()
 
 
+def test_a_server_wakes_behind_a_trainer_whose_memory_is_free_only_later(monkeypatch):
+    monkeypatch.setattr(f"{ROUTES}.fit_to_server", lambda plan, config: plan)
+    monkeypatch.setattr(f"{ROUTES}.WAKE_PAUSE_S", 0.05)
+    engine = Sleeper(2, work=Workers(), fails=True)
+    with server_of(engine) as (client, _):
+        hold, connection = connected(client)
+        sleep(client, connection)
+        hold.close()
+        deadline = time.monotonic() + 10
+        while not engine.admits.is_set():
+            assert time.monotonic() < deadline, engine.calls
+            time.sleep(0.02)
+        assert not engine.fails and engine.calls[-2:] == [SLEEP, WAKE]
+
+
 def test_an_error_while_a_connection_is_made_is_an_answer_of_the_kind_that_it_is(
     server_of_pushes, monkeypatch
 ):

@@ -12,6 +12,7 @@ GET  /weight_sync/status    policy version, world size, dtype, model, servers th
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import reprlib
 import secrets
@@ -43,6 +44,9 @@ CALL_DEADLINE_S = 60.0
 # How long a new trainer waits for the previous one to leave. When a process dies, its connection
 # ends at once, but this server may hear of the new trainer first.
 HOLDER_GRACE_S = 2.0
+WAKE_PAUSE_S = 2.0  # between two attempts to wake behind a trainer
+
+logger = logging.getLogger(__name__)
 
 
 class Connection(BaseModel):
@@ -262,9 +266,22 @@ class WeightRoutes:
             await answer_of(engine, engine.sleep(1, "keep"), timeout_s, "sleep")
 
     async def _wake_behind(self, hold: Hold) -> None:
+        """Wake the engines once this trainer has left. Its process may still hold the GPU's memory
+        then, so try until they are awake, or until another trainer has the server.
+        """
         await hold.left.wait()
-        async with self._lock:
-            await self._wake()
+        engine, error = self.vllm.engine_client, None
+        while True:
+            async with self._lock:
+                if not self._is_asleep or self.hold not in (None, hold) or engine.errored:
+                    return
+                try:
+                    return await self._wake()
+                except Exception as new:
+                    if str(new) != str(error):
+                        logger.warning("cannot wake, and will try again: %s", new)
+                    error = new
+            await asyncio.sleep(WAKE_PAUSE_S)
 
     async def _wake(self, tags: list[str] | None = None) -> None:
         """Let the engines have their memory again, if they sleep, or what has these tags of vLLM.
