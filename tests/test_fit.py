@@ -74,6 +74,18 @@ def test_tokens_and_checkpoints_follow_from_free_memory(
     assert ("may not suffice" in line) == (room == 10)
 
 
+def test_a_step_of_which_backward_needs_only_the_head_takes_all_tokens(make_trainer, monkeypatch):
+    model = make_tiny_llama()
+    model.model.requires_grad_(False)
+    trainer = make_trainer(model, use_lora=False, **DEFAULT)
+    monkeypatch.setattr(forward, "free_bytes", lambda device: 2**33)
+    assert forward.saved_bytes(model, 64) == 0
+    assert trainer.tried_support.token_budget == 256
+    monkeypatch.setattr(forward, "decoder_blocks", lambda base: [])  # of an unknown model
+    del trainer.tried_support
+    assert trainer.tried_support.token_budget is None
+
+
 @pytest.mark.parametrize("use_lora", [False, True])
 def test_the_gradient_is_the_same_with_what_was_chosen(make_trainer, give, use_lora):
     samples = with_logprobs_near(make_tiny_llama(), make_samples(9, seed=3, longest=20), 1.0)

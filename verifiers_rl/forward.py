@@ -565,7 +565,8 @@ def saved_bytes(base: Any, num_tokens: int) -> int:
 
 def fit_step(model: nn.Module, base: Any, args: RLConfig) -> int | None:
     """Return the tokens of one forward pass on a rank. Let layers be computed again in backward.
-    None, and no such layers, on a CPU, and for a model of FSDP2 or DeepSpeed.
+    None, and no such layers, on a CPU, for a model of FSDP2 or DeepSpeed, and for one whose layers
+    are not known.
 
     On a GPU, what the options leave open follows from its free memory and from what a forward keeps
     of each token, which is measured: no checkpoints, and the tokens of 8 samples or as many as fit,
@@ -580,10 +581,11 @@ def fit_step(model: nn.Module, base: Any, args: RLConfig) -> int | None:
     budget, free = args.token_budget, free_bytes(args.device)
     is_split = hasattr(model, "zero_optimization")
     is_split |= any(hasattr(parameter, "full_tensor") for parameter in base.parameters())
-    if free is None or is_split:
-        return None
     blocks = decoder_blocks(base)
-    of_token = (saved_bytes(base, 128) - saved_bytes(base, 64)) / 64
+    if free is None or is_split or not blocks:
+        return None
+    # Where only the head is trained, or what PEFT has around the model, a forward keeps nothing.
+    of_token = max((saved_bytes(base, 128) - saved_bytes(base, 64)) / 64, 1.0)
     num_trained = sum(p.numel() for p in base.parameters() if p.requires_grad)
     fixed = HEAD_BYTES + STATE_BYTES * num_trained
     free = int(reduce_over_ranks(torch.tensor(free, device=args.device), ReduceOp.MIN))
