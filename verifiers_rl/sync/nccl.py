@@ -276,6 +276,7 @@ class SharedBucket:
         self._buffer: Tensor | None = None  # to be filled by rank 1
         if rank == 0:
             memory = torch.zeros(_HEAD + num_bytes, dtype=torch.uint8, device=device)
+            memory[0].item()  # the zeros are there before rank 1, on a stream of its own, counts
             store.set(ID_KEY, json.dumps(share(memory)))
         else:
             memory = map_in(json.loads(store.get(ID_KEY)), device)
