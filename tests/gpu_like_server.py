@@ -12,8 +12,15 @@ import verifiers_rl  # noqa: F401 (before vLLM, for torchvision)
 from vllm.platforms.cpu import CpuPlatform
 
 from tests.helpers import map_memory_of_cpu
-from verifiers_rl.inference.server import main
+from verifiers_rl.inference import server
+from verifiers_rl.inference.worker import WeightSyncWorker
 from verifiers_rl.sync import nccl
+
+nccl.map_in = map_memory_of_cpu  # also in a worker, which imports `Worker`
+
+
+class Worker(WeightSyncWorker):
+    """Receives weights in memory of the CPU."""
 
 
 def be_like_a_gpu() -> None:
@@ -26,9 +33,9 @@ def be_like_a_gpu() -> None:
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
     CpuPlatform.is_sleep_mode_available = lambda self: True
-    nccl.map_in = map_memory_of_cpu  # workers are forks of this process
+    server.WORKER_EXTENSION = "tests.gpu_like_server.Worker"
 
 
 if __name__ == "__main__":
     be_like_a_gpu()
-    main()
+    server.main()
