@@ -354,6 +354,21 @@ def test_all_weights_go_through_the_memory_of_a_gpu_that_both_sides_share(
         assert sync._nccl.ranks == (0, 2)
 
 
+def test_memory_that_cannot_be_shared_is_told_and_http_is_next(monkeypatch, sync_with):
+    def refuses(memory):
+        raise RuntimeError("not of a part of a GPU")
+
+    monkeypatch.setattr(weight_sync, "gpu_uuid", lambda device: "gpu-0")
+    monkeypatch.setattr("verifiers_rl.sync.nccl.share", refuses)
+    sync, model = sync_with(), make_tiny_model()
+    status = sync.client.status()
+    sync.client.status = lambda: status | {"gpus": ["gpu-0"]}
+    with pytest.raises(ServerLostError, match=r"over CUDA IPC .*of a part of a GPU; HTTP is tried"):
+        sync.connect(model, *what_to_send(model, "merged"))
+    sync.connect(model, *what_to_send(model, "merged"))
+    assert sync._nccl is None and sync.connection is not None
+
+
 @pytest.mark.parametrize("has_nccl", [False, True])
 def test_what_fails_on_our_side_is_told_as_it_is_and_ends_the_request(
     monkeypatch, sync_with, over_nccl, has_nccl

@@ -185,7 +185,8 @@ class WeightSync:
                 is_given_up=lambda: self._request is not None and self._request.has_reply(),
                 make_group=partial(SharedBucket, device, largest) if backend == "ipc" else None,
             )
-            fields[f"{backend}_id"] = base64.b64encode(self._nccl.unique_id()).decode()
+            unique_id = self._by_nccl(self._nccl, self._nccl.unique_id)
+            fields[f"{backend}_id"] = base64.b64encode(unique_id).decode()
         self._request = self._hold = self.client.connect_weight_sync(fields, self.timeout_s)
         self._hold.begin()
         if self._nccl is not None:
@@ -235,12 +236,14 @@ class WeightSync:
         """Deadline of a reply, behind the server's own deadlines, whose errors say more."""
         return 3 * self.timeout_s + 60.0
 
-    def _by_nccl(self, nccl: NcclTransport, work: Callable[[], None]) -> None:
+    def _by_nccl(self, nccl: NcclTransport, work: Callable[[], Any]) -> Any:
         """Do our part of a collective. If that fails, the server's reply may say why."""
         try:
-            work()
+            return work()
         except (NcclError, GivenUpError) as error:
             reason = f"weights over {nccl.way} to {self.client.base_url}: {error}"
+            if nccl.way == "CUDA IPC":  # some memory cannot be shared, as of a part of a GPU
+                self.backend, reason = "http", f"{reason}; HTTP is tried next"
             if self._request is not None:
                 try:
                     self._request.answer(LAST_WORD_S)
