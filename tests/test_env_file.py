@@ -146,3 +146,8 @@ HEX = "0123456789abcdef0123456789abcdef01234567"
 )
 def test_programs_are_shown_without_their_secrets(text, shown):
     assert without_secrets(text) == (shown or text)
+
+
+def test_programs_are_shown_without_what_this_process_holds_as_a_secret(environment):
+    secret_names.set_secrets({"JUDGE_NOTE": "veiled-9431"})
+    assert without_secrets("if note == 'veiled-9431': pass") == "if note == '***': pass"

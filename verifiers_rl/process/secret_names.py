@@ -35,8 +35,11 @@ _RANDOM_TEXT = re.compile(r"(?=(\D*\d){3})[\w+/=-]{20,}")  # as keys are, and fe
 
 def without_secrets(text: str) -> str:
     """Return a program, or what git says of one, with *** for each text that has the name of a
-    secret in one place of it, and for what has the form of one.
+    secret in one place of it, for what has the form of one, and for this process's secrets.
     """
+    for name, value in os.environ.items():
+        if len(value) >= 8 and is_secret(name, value):
+            text = text.replace(value, "***")
     for name, sign, quoted, bare in _NAMED_TEXT.findall(text):
         is_key = is_secret(name) and _RANDOM_TEXT.fullmatch(quoted or bare)
         if is_key or (sign != "," and is_secret_key(name, quoted)):
