@@ -13,10 +13,8 @@ import pytest
 
 from tests.helpers import ROOT
 from verifiers_rl.report import rollouts
-from verifiers_rl.report.recording import row_of
 from verifiers_rl.report.rollouts import SCHEMA, RolloutWriter
 from verifiers_rl.report.run_folder import remove_rollouts
-from verifiers_rl.types import Rollout
 
 
 def make_row(step=1, reward=0.5, split="train", content="so", **others):
@@ -179,7 +177,7 @@ def test_a_writer_that_is_killed_anywhere_leaves_whole_files(tmp_path):
 
 
 def test_half_a_surrogate_pair_of_a_model_is_a_question_mark(tmp_path):
-    rollout = Rollout(0, "q", "a\ud800b", error=ValueError("\udfff"))
-    write_rows(tmp_path, row_of(rollout, 1, "train", 0))
-    (row,) = read(tmp_path)
-    assert (row["messages"][1]["content"], row["error"]) == ("a?b", "ValueError: ?")
+    messages = [{"role": "assistant", "content": "a\ud800b"}]
+    write_rows(tmp_path, make_row(messages=messages), make_row(error="\udfff"))
+    first, second = read(tmp_path)
+    assert (first["messages"][0]["content"], second["error"]) == ("a?b", "?")
