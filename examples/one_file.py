@@ -33,8 +33,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verifiers_rl.advantages import center_on_group_mean
-from verifiers_rl.inference import InferenceClient
-from verifiers_rl.inference.client import generation_key
+from verifiers_rl.inference import InferenceClient, generation_key
 from verifiers_rl.logprobs import token_logprobs_and_entropy
 from verifiers_rl.losses import LossInputs, cispo
 from verifiers_rl.sync import ServerPool

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
         InferenceClient,
         InferenceServerError,
         ServerLostError,
+        generation_key,
         wait_for_servers,
     )
     from verifiers_rl.inference.packed_tokens import allowed_tokens
@@ -26,6 +27,7 @@ HOME = {
     "ServerClient": "rollout_client",
     "ServerLostError": "client",
     "ControlRequest": "client",
+    "generation_key": "client",
     "wait_for_servers": "client",
     "allowed_tokens": "packed_tokens",
 }
