@@ -91,7 +91,8 @@ def all_checks(folder: Path) -> list[Check]:
         Check("demo: server and trainer on one GPU, adapter over HTTP, CUDA graphs",
               [*demo, *shared, "--graphs"], 300),
         Check("demo: the same, all weights; the server sleeps in each step",
-              [*full, *shared, "--sleep"], 200),
+              [*full, *shared, "--sleep"], 300),
+        Check("three steps on the GPU against the CPU, float32", part("sharded", "cpu"), 120),
         # prime-rl's table, on an H100: 13.3k tokens/s; 11.9k and 11.1 %; 6.23k and 21.7 %.
         Check("train_step.py, Qwen3-0.6B, LoRA, 16k tokens: MFU", [*ours, *small, "--lora"],
               120, 1, mfu),

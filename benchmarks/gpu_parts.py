@@ -1,11 +1,11 @@
 """The checks of gpu_check.py that no other script runs. Each prints a line `figure: ...`.
 
     python benchmarks/gpu_parts.py demo --folder FOLDER [--one-gpu [--sleep]] [--mode full]
-    python benchmarks/gpu_parts.py sharded ddp|fsdp2|zero2|zero3 [--bf16]
+    python benchmarks/gpu_parts.py sharded ddp|fsdp2|zero2|zero3|cpu [--bf16]
 
 demo: the example of `make demo` with its server on a GPU, in bfloat16; its mean reward must rise.
-sharded: 3 steps of a small model on 2 GPUs and on one; in float32 the weights must be the same, in
-bfloat16 nearly.
+sharded: 3 steps of a small model on 2 GPUs, or the CPU, and on one GPU; in float32 the weights must
+be the same, in bfloat16 nearly.
 """
 
 import argparse
@@ -103,8 +103,11 @@ def train(path: Path, bf16: bool) -> None:
 
 
 def launcher(kind: str) -> list[str]:
-    """Return the command that starts 2 ranks of a script."""
+    """Return the command that starts a script on 2 ranks, or for "cpu" on one."""
     import torch
+
+    if kind == "cpu":
+        return [sys.executable]
 
     if not torch.cuda.is_available() and kind == "ddp":
         return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
@@ -124,7 +127,11 @@ def sharded(options: argparse.Namespace) -> None:
         trained = []
         for name, command, env in (
             ("one", [sys.executable], {"CUDA_VISIBLE_DEVICES": first_gpu()}),
-            (options.kind, launcher(options.kind), {}),
+            (
+                options.kind,
+                launcher(options.kind),
+                {"CUDA_VISIBLE_DEVICES": ""} if options.kind == "cpu" else {},
+            ),
         ):
             path = Path(folder) / name
             subprocess.run(
@@ -166,7 +173,7 @@ def main() -> None:
     one.add_argument("--graphs", action="store_true", help="with CUDA graphs")
     one.add_argument("--backend", choices=["auto", "nccl", "http"], default="auto")
     two = parts.add_parser("sharded")
-    two.add_argument("kind", choices=["ddp", "fsdp2", "zero2", "zero3"])
+    two.add_argument("kind", choices=["ddp", "fsdp2", "zero2", "zero3", "cpu"])
     two.add_argument("--bf16", action="store_true")
     three = parts.add_parser("train")
     three.add_argument("path", type=Path)

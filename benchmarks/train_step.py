@@ -185,10 +185,10 @@ def step_of_ours(samples: list[Any], options: argparse.Namespace, folder: str) -
         weight_sync=StubSink(),
     )
 
-    def step() -> tuple[float, float | None]:
+    def step() -> tuple[float, dict[str, float]]:
         trainer.model.zero_grad()
         loss = trainer.training_step(trainer.model, {}).item()
-        return loss, trainer._window.steps[-1].get("mfu")
+        return loss, trainer._window.steps[-1]
 
     return step
 
@@ -233,7 +233,7 @@ def step_of_others(samples: list[Any], options: argparse.Namespace) -> Any:
         targets = ids[:, 1:]
         return log_softmax.gather(-1, targets[..., None])[..., 0], entropy
 
-    def step() -> tuple[float, None]:
+    def step() -> tuple[float, dict[str, float]]:
         model.zero_grad()
         total = 0.0
         num_loss_tokens = sum(sample.num_loss_tokens for sample in samples)
@@ -253,7 +253,7 @@ def step_of_others(samples: list[Any], options: argparse.Namespace) -> Any:
             loss = -(ratio * advantages * logprobs)[mask].sum() / num_loss_tokens
             loss.backward()
             total += loss.item()
-        return total, None
+        return total, {}
 
     return step
 
@@ -282,10 +282,13 @@ class PeakMemory:
             self.before = status_kb("VmRSS") * 1024
             Path("/proc/self/clear_refs").write_text("5")  # resets the peak
 
-    def gb(self) -> float:
+    def gb(self, reported_gb: float = 0.0) -> float:
+        """`reported_gb`: by our step, which reads the GPU's peak and resets it."""
         import torch
 
         peak = torch.cuda.max_memory_allocated() if self.on_gpu else status_kb("VmHWM") * 1024
+        if self.on_gpu:
+            peak = max(peak, int(reported_gb * 1e9))
         return (peak - self.before) / 1e9
 
 
@@ -300,23 +303,25 @@ def run_one(options: argparse.Namespace) -> None:
         everything, samples[:] = samples[:], [samples[shortest]]
         step()  # a small one starts threads and fills caches
         samples[:] = everything
-        if options.variant == "compiled":
-            step()
         memory = PeakMemory()
+        if options.variant == "compiled" or memory.on_gpu:
+            for _ in range(2):  # the head is compiled for one length, then for any
+                step()
+            memory = PeakMemory()
         start = time.monotonic()
-        loss, mfu = step()
+        loss, metrics = step()
         times = [time.monotonic() - start]
-        peak = memory.gb()
+        peak = memory.gb(metrics.get("peak_memory_gb", 0.0))
         while sum(times) < 1:
             start = time.monotonic()
-            step()
+            _, metrics = step()
             times.append(time.monotonic() - start)
     tokens = sum(len(sample.token_ids) for sample in samples)
     result = {
         "tokens_per_s": tokens / statistics.median(times),
         "peak_gb": peak,
         "loss": loss,
-        "mfu": mfu,
+        "mfu": metrics.get("mfu"),
     }
     print(json.dumps({**result, "rounding": 3e-2 if memory.on_gpu else 1e-4}))
 
@@ -332,7 +337,11 @@ def run_variants(
         for variant in variants:
             command = [sys.executable, script, *sys.argv[1:], "--variant", variant]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-            results[variant].append(json.loads(done.stdout.splitlines()[-1]))
+            *lines, last = done.stdout.splitlines()
+            for line in lines:
+                if line.startswith("step: "):  # what fit_step has chosen for a GPU
+                    print(line)
+            results[variant].append(json.loads(last))
 
     def median(variant: str, name: str) -> float:
         return statistics.median(result[name] for result in results[variant])
