@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT, StubSource, load_example
+from verifiers_rl import RLTrainer
 from verifiers_rl.advantages import set_advantages
 from verifiers_rl.losses import reinforce
 from verifiers_rl.types import Batch, Rollout, Sample
@@ -81,6 +82,25 @@ def test_the_calculators_tools_compute_what_the_answers_are():
             == task.data.answer
         )
     assert names == {"add", "subtract", "multiply"}
+
+
+def test_the_trainer_runs_on_stubs_and_an_edit_of_it_has_an_effect(tmp_path):
+    load_example("warm_start")  # which it imports, from beside it
+    stubs = load_example("stubs")
+
+    class Doubling(RLTrainer):
+        def microbatch_loss(self, *args):
+            return 2 * super().microbatch_loss(*args)
+
+    losses = {}
+    for kind in (RLTrainer, Doubling):
+        options = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "disable_tqdm": True}
+        trainer = stubs.train(kind, output_dir=str(tmp_path), seed=1, **options)
+        rows = [row for row in trainer.state.log_history if "loss" in row]
+        assert [row["reward"] for row in rows] == [0.5, 0.5]
+        assert trainer.weight_sync.policy_version == 2
+        losses[kind] = rows[0]["loss"]
+    assert losses[Doubling] == pytest.approx(2 * losses[RLTrainer]) != 0
 
 
 # --- Advantages -----------------------------------------------------------------------------------
