@@ -353,10 +353,10 @@ def raise_if_damaged(checkpoint: Path, reads_all: bool = False) -> None:
         reads_all: compare checksums of all files; otherwise only sizes, where a file is large.
     """
     if damage := _damage_of(checkpoint, reads_all):
-        whole = [str(p) for p in checkpoints_of(checkpoint.parent) if not _damage_of(p, reads_all)]
+        whole = [p for p in checkpoints_of(checkpoint.parent) if not _damage_of(p, reads_all)]
         raise RunFolderError(
             f"{checkpoint} is damaged: {'; '.join(damage)}. Go on from another one "
-            f"({', '.join(whole) or 'there is none'}) by --trainer.args."
+            f"({', '.join(map(str, whole)) or 'there is none'}) by --trainer.args."
             "resume_from_checkpoint in place of --resume, or by train(resume_from_checkpoint=...); "
             "or start anew with --overwrite (overwrite_output_dir=True)"
         )
