@@ -341,6 +341,8 @@ def test_a_damaged_checkpoint_is_refused_with_its_file_and_an_older_one_offered(
     files = {str(path.relative_to(kept)) for path in kept.rglob("*") if path.is_file()}
     assert files >= {"optimizer.pt", "scheduler.pt", "rl_state.json", "rng_state.pth"}
     assert files >= {"adapter_model.safetensors", "trainer_state.json", "manifest.json"}
+    damaged = shutil.copytree(kept, folder / "checkpoint-0")  # is not offered
+    change_a_byte(damaged / "optimizer.pt")
     for damage, problem in (
         (Path.unlink, "{} is missing"),
         (lambda path: path.write_bytes(path.read_bytes()[:-9]), "{} has .* bytes and had "),
@@ -350,10 +352,11 @@ def test_a_damaged_checkpoint_is_refused_with_its_file_and_an_older_one_offered(
             shutil.copytree(kept, newest)
             damage(newest / name)
             said = problem.format(name) if name != "manifest.json" else "manifest.json "
-            said = rf"{newest} is damaged: {said}.*another one \(.*checkpoint-1\)"
+            said = rf"{newest} is damaged: {said}.*another one \({folder}/checkpoint-1\)"
             with pytest.raises(RunFolderError, match=f"(?s){said}"):
                 enter_run_folder(args, True)
             shutil.rmtree(newest)
+    shutil.rmtree(damaged)
     shutil.copytree(kept, newest)
     assert enter_run_folder(args, True) == str(newest)
     (newest / "scheduler.pt").unlink()

@@ -13,7 +13,7 @@ from verifiers_rl.cli.supervise import answers
 @pytest.fixture(scope="module")
 def cluster():
     """A Ray cluster of this machine alone."""
-    ray = pytest.importorskip("ray")
+    ray = pytest.importorskip("ray", reason="the ray extra is not installed")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_DEDUP_LOGS", "0")
         patch.setenv("RAY_DISABLE_IMPORT_WARNING", "1")

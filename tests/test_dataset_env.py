@@ -11,6 +11,7 @@ import pytest
 import torch
 import verifiers.v1 as vf
 from datasets import Dataset, DatasetDict
+from verifiers.v1.errors import TaskError
 
 from verifiers_rl import RLConfig, env_from
 from verifiers_rl.envs.base import InvalidEnvironmentError
@@ -21,14 +22,29 @@ CHAT = [{"role": "user", "content": "hi"}]
 
 
 class Reply:
+    """What a task needs of a trace to score it."""
+
     last_reply = "5"
+    record_reward, reward = vf.Trace.record_reward, vf.Trace.reward
+
+    def __init__(self):
+        self.rewards, self.metrics = {}, {}
+
+
+def scored(env):
+    """The rollouts of the tasks, as verifiers scores them."""
+
+    async def score():
+        traces = [Reply() for _ in env]
+        for task, trace in zip(env, traces, strict=True):
+            await task.score(trace)
+        return traces
+
+    return asyncio.run(score())
 
 
 def rewards(env):
-    async def score():
-        return [await task.reward(Reply()) for task in env]
-
-    return asyncio.run(score())
+    return [trace.reward for trace in scored(env)]
 
 
 def exact(completion, answer):
@@ -106,6 +122,47 @@ def test_reward_functions_of_all_kinds():
     assert rewards(env_from(ROWS, functools.partial(with_default, bonus=1))) == [5.0, 5.0]
 
 
+def short(completion):
+    return -float(len(completion))
+
+
+def test_several_rewards_are_summed_by_weight_and_each_is_kept():
+    async def right(completion, answer):
+        return exact(completion, answer)
+
+    for weights, expected in ((None, [0.0, -1.0]), ([1, 0.2], [0.8, -0.2])):
+        traces = scored(env_from(ROWS, [right, short], weights=weights))
+        assert [trace.reward for trace in traces] == pytest.approx(expected)
+        scores = [{name: one.score for name, one in trace.rewards.items()} for trace in traces]
+        assert scores == [{"right": 1.0, "short": -1.0}, {"right": 0.0, "short": -1.0}]
+    (task, _) = env_from(ROWS, (right, short))
+    assert task.row == {"answer": "5"}
+
+
+@pytest.mark.parametrize(
+    ("functions", "weights", "message"),
+    [
+        ([exact, short], [1], r"weights=\[1\]: .* as many .* functions, \['exact', 'short'\]"),
+        ([short, short], None, r"named \['short', 'short'\]; give each a name of its own"),
+        ([], None, r"reward_fn=\[\] is no function"),
+        ([exact, "short"], None, r"'short'\] is no function"),
+    ],
+)
+def test_functions_and_weights_that_do_not_fit_are_one_line(functions, weights, message):
+    with pytest.raises(InvalidEnvironmentError, match=message):
+        env_from(ROWS, functions, weights=weights)
+
+
+def test_the_sum_alone_is_named_reward():
+    def reward(completion):
+        return 1
+
+    with pytest.raises(InvalidEnvironmentError, match="and none 'reward'"):
+        env_from(ROWS, [exact, reward])
+    (trace, _) = scored(env_from(ROWS, reward))
+    assert [*trace.rewards] == ["reward"]
+
+
 @pytest.mark.parametrize("value", [True, 1, np.float32(1), np.bool_(True), torch.tensor(1.0)])
 def test_numbers_of_all_kinds_are_rewards(value):
     (reward,) = rewards(env_from(["p"], lambda completion: value))
@@ -114,7 +171,7 @@ def test_numbers_of_all_kinds_are_rewards(value):
 
 @pytest.mark.parametrize("value", [None, "1.0", math.nan, [1.0], torch.ones(2), 1j])
 def test_what_is_no_number_costs_the_rollout(value):
-    with pytest.raises(ValueError, match=r"function '.*' returned .*, which is no finite number"):
+    with pytest.raises(TaskError, match=r"function '.*' returned .*, which is no finite number"):
         rewards(env_from(["p"], lambda completion: value))
 
 
@@ -147,6 +204,7 @@ def test_evaluations_may_have_rows_of_their_own():
         ([{"prompt": "", "answer": ""}], "row 0: the prompt is empty"),
         ([{"prompt": [CHAT[0] | {"role": "system"}], "answer": ""}], "row 0: .*leave system_pro"),
         ([["a"]], "row 0 is a list"),
+        ([ROWS[0] | {"completion": "5"}], "dataset has a column 'completion'.* another name"),
         ("abc", "not a str"),
         ({"a", "b"}, "not a set; .* of a set, a sorted list"),
         (DatasetDict(train=Dataset.from_list(ROWS)), "of a DatasetDict, pass one of its"),

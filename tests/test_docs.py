@@ -256,6 +256,25 @@ def test_python_runs(page, in_docs_folder, tokenizer):
         assert not torch.equal(merged(ids).logits, make_tiny_model()(ids).logits)
 
 
+def test_the_script_of_trl_and_ours_have_the_same_options():
+    page = "docs/from_trl.md"
+    (theirs,), (ours,) = (
+        [
+            {option.arg: ast.unparse(option.value) for option in node.keywords}
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Config")
+            and "learning_rate" in {option.arg for option in node.keywords}
+        ]
+        for language in ("text", "python")
+        for text in blocks(page, language)
+    )  # fmt: skip
+    cells = [line.split(" | ")[0] for line in prose(page).splitlines() if line.startswith("| ")]
+    translated = {name for cell in cells for name in re.findall(r"`(\w+)", cell)}
+    assert theirs.keys() - translated <= ours.keys() and len(theirs) > 12
+    shared = theirs.keys() & ours.keys()
+    assert {name: theirs[name] for name in shared} == {name: ours[name] for name in shared}
+
+
 def test_the_environments_page_has_the_files_as_they_are():
     shown = blocks("docs/environments.md", "python")
     files = {path.read_text() for path in ENVIRONMENTS.glob("*.py")}
@@ -299,7 +318,7 @@ def test_blocks_are_of_a_language_that_is_checked():
 
 # --- Commands -------------------------------------------------------------------------------------
 
-COMMANDS = ("view", "generate")  # of vf-rl
+COMMANDS = ("view", "generate", "replay")  # of vf-rl
 # Programs of others; what they are given is theirs.
 OTHERS = {"cd", "cp", "docker", "export", "git", "nvidia-smi", "openssl", "source", "ssh", "uv"}
 

@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT, load_example
+from tests.helpers import ROOT, StubSource, load_example
+from verifiers_rl import RLTrainer
+from verifiers_rl.advantages import set_advantages
+from verifiers_rl.losses import reinforce
+from verifiers_rl.types import Batch, Rollout, Sample
 
 TASKSETS = {
     "reverse_text": ("ReverseTextTaskset", "ReverseTextConfig"),
@@ -78,6 +82,87 @@ def test_the_calculators_tools_compute_what_the_answers_are():
             == task.data.answer
         )
     assert names == {"add", "subtract", "multiply"}
+
+
+def test_the_trainer_runs_on_stubs_and_an_edit_of_it_has_an_effect(tmp_path):
+    load_example("warm_start")  # which it imports, from beside it
+    stubs = load_example("stubs")
+
+    class Doubling(RLTrainer):
+        def microbatch_loss(self, *args):
+            return 2 * super().microbatch_loss(*args)
+
+    losses = {}
+    for kind in (RLTrainer, Doubling):
+        options = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "disable_tqdm": True}
+        trainer = stubs.train(kind, output_dir=str(tmp_path), seed=1, **options)
+        rows = [row for row in trainer.state.log_history if "loss" in row]
+        assert [row["reward"] for row in rows] == [0.5, 0.5]
+        assert trainer.weight_sync.policy_version == 2
+        losses[kind] = rows[0]["loss"]
+    assert losses[Doubling] == pytest.approx(2 * losses[RLTrainer]) != 0
+
+
+# --- Advantages -----------------------------------------------------------------------------------
+
+
+def make_rollout(metrics, *samples):
+    """A rollout with these scores; a sample is the policy version of each token, -1 for none."""
+    made = [Sample([*range(len(v))], [x >= 0 for x in v], [0.0] * len(v), v) for v in samples]
+    return Rollout(0, "", reward=1.0, metrics=metrics, samples=made, num_turns=len(metrics))
+
+
+def test_gdpo_normalises_each_reward_in_the_group_and_their_sum_in_the_batch(make_trainer):
+    """Of two rollouts, the better one has (r - mean) / std = 1 / sqrt(2) of each reward."""
+    gdpo = load_example("gdpo")
+    right = [(1.0, 0.0), (1.0, 0.0)]
+    short = [(-10.0, -30.0), (-0.3, -0.1)]  # on scales of their own
+    groups = [
+        [make_rollout({"right": r, "short": s}, [-1, 0, 0]) for r, s in zip(*scores, strict=True)]
+        for scores in zip(right, short, strict=True)
+    ]
+    for group, better in zip(groups, (1.2, 0.8), strict=True):
+        set_advantages(group, gdpo.gdpo)
+        expected = better * 0.5**0.5
+        assert [r.advantage for r in group] == pytest.approx([expected, -expected], abs=1e-4)
+    rollouts = [rollout for group in groups for rollout in group]
+    samples = [sample for rollout in rollouts for sample in rollout.samples]
+
+    class Source(StubSource):
+        def get(self):
+            super().get()
+            return Batch(0, 0, samples, rollouts, groups=groups)
+
+    seen = set()
+
+    def loss(inputs):
+        seen.update(inputs.advantages.tolist())
+        return reinforce(inputs)
+
+    options = {"batch_size": 4, "rollouts_per_example": 2, "max_steps": 1}
+    make_trainer(kind=gdpo.GDPOTrainer, source=Source(), loss_fn=loss, **options).train()
+    # std = sqrt(2 * (0.72 + 0.32) / 3) = 0.832666
+    expected = [-1.019049, -0.679366, 0.679366, 1.019049]
+    assert sorted(seen) == pytest.approx(expected, abs=1e-4)
+
+
+def test_turn_credit_is_what_the_turn_and_later_ones_have_brought():
+    """Of turns with 1, 0, 0, 0 the mean is 0.25 and the std 0.5: they count as 1.5 and -0.5."""
+    turn_credit = load_example("turn_credit").turn_credit
+    group = [
+        make_rollout({"turn_0": 1.0, "turn_1": 0.0}, [-1, -1, 3, 3, -1, 3]),
+        make_rollout({"turn_0": 0.0, "turn_1": 0.0}, [-1, 3], [-1, -1, 4]),
+        make_rollout({}),  # its agent took no turn
+    ]
+    set_advantages(group, turn_credit)
+    advantages = [sample.advantages for rollout in group for sample in rollout.samples]
+    for found, expected in zip(
+        advantages, ([0, 0, 1, 1, 0, -0.5], [0, -1], [0, 0, -0.5]), strict=True
+    ):
+        assert found.tolist() == pytest.approx(expected, abs=1e-5)
+    group[0].samples = group[0].samples + group[1].samples
+    with pytest.raises(ValueError, match="4 replies of a rollout with 2 turns"):
+        turn_credit(group)
 
 
 def test_the_demo_looks_at_its_port_before_it_makes_the_model():

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from verifiers_rl.cli.config import TrainConfig
+from verifiers_rl.cli.config import TrainConfig, make_importable
 from verifiers_rl.cli.layers import COMMAND_LINE
 from verifiers_rl.process.secret_names import is_secret_key
 from verifiers_rl.report.run_folder import RESOLVED
@@ -95,7 +95,7 @@ def write_resolved(config: TrainConfig, output_dir: str) -> Path:
 
 def dry_run(config: TrainConfig, resume: bool = False) -> int:
     """Print the resolved configuration. Its values are checked as far as nothing has to be started
-    or loaded for that. Returns the exit status.
+    for that; losses, masks and advantages of the user are imported. Returns the exit status.
 
     Raises:
         TomlError: a value cannot work.
@@ -104,6 +104,11 @@ def dry_run(config: TrainConfig, resume: bool = False) -> int:
     from verifiers_rl.cli.plan import check_start, check_trainer_options
 
     args = check_trainer_options(config)
+    make_importable(config.folders)
+    try:
+        args.complete_loss(None), args.make_advantage()
+    except ValueError as error:
+        raise config.of_option(str(error)) from error
     check_start(config, args, resume)
     print(resolved_text(config, args.output_dir), end="", flush=True)
     print(f"{config.PROGRAM}: nothing was started", file=sys.stderr)

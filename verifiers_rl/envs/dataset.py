@@ -1,10 +1,10 @@
-"""`env_from`: makes an environment of one turn from prompts and a reward function."""
+"""`env_from`: makes an environment of one turn from prompts and reward functions."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import verifiers.v1 as vf
@@ -14,31 +14,38 @@ from verifiers_rl.envs.base import InvalidEnvironmentError
 from verifiers_rl.option_rules import did_you_mean
 
 REPLY = "completion"  # the parameter of a reward function that gets the model's reply
+RewardFn = Callable[..., Any]
 
 
 class ExampleTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
-    """An example of a dataset: its prompt, and a reward from the function of its taskset."""
+    """An example of a dataset: its prompt, and rewards from the functions of its taskset.
+
+    Attributes:
+        row: what the functions get of the example.
+        rewards: name, weight and function of each reward, and the function's parameters.
+    """
 
     row: Mapping[str, Any]
-    reward_fn: Callable[..., Any]
-    parameters: tuple[str, ...]
+    rewards: list[Any]
 
     @vf.reward
-    async def reward(self, trace: vf.Trace) -> float:
+    async def reward(self, trace: vf.Trace) -> dict[str, float]:
+        """Record each reward with its weight. Returns {}: there is no other one."""
         values = {**self.row, REPLY: trace.last_reply}
-        given = self.reward_fn(**{name: values[name] for name in self.parameters})
-        if inspect.isawaitable(given):
-            given = await given
-        try:
-            number = float(given)  # of Python, of numpy, or in a tensor
-        except (TypeError, ValueError, RuntimeError):
-            number = math.nan
-        if isinstance(given, str) or not math.isfinite(number):
-            raise ValueError(
-                f"the reward function {_name_of(self.reward_fn)!r} returned {given!r}, which is no "
-                "finite number"
-            )
-        return number
+        for reward, weight, reward_fn, parameters in self.rewards:
+            given = reward_fn(**{name: values[name] for name in parameters})
+            if inspect.isawaitable(given):
+                given = await given
+            try:
+                number = float(given)  # of Python, of numpy, or in a tensor
+            except (TypeError, ValueError, RuntimeError):
+                number = math.nan
+            if isinstance(given, str) or not math.isfinite(number):
+                raise ValueError(
+                    f"the reward function {reward!r} returned {given!r}, which is no finite number"
+                )
+            trace.record_reward(reward, number, weight)
+        return {}
 
 
 class ExampleTaskset(vf.Taskset[ExampleTask, vf.TasksetConfig]):
@@ -47,14 +54,18 @@ class ExampleTaskset(vf.Taskset[ExampleTask, vf.TasksetConfig]):
     def __init__(
         self,
         dataset: Any,
-        reward_fn: Callable[..., Any],
+        rewards: list[Any],
         system_prompt: str | None,
         name: str,
     ) -> None:
         super().__init__(vf.TasksetConfig())
         rows, what = _examples_of(dataset, name), f"env_from: {name}"
-        self.reward_fn = reward_fn  # a worker that gets the taskset imports the function's script
-        parameters = _parameters_from(reward_fn, rows, what)
+        # A worker that gets the taskset imports the functions' scripts.
+        self.rewards = [
+            (reward, weight, reward_fn, _parameters_from(reward_fn, reward, rows, what))
+            for reward, weight, reward_fn in rewards
+        ]
+        wanted = {name for *_, parameters in self.rewards for name in parameters}
         self.tasks: list[ExampleTask] = []
         for number, row in enumerate(rows):
             try:
@@ -72,9 +83,9 @@ class ExampleTaskset(vf.Taskset[ExampleTask, vf.TasksetConfig]):
                     f"{what}, row {number}: the prompt has a system message of its own; leave "
                     "system_prompt out"
                 )
-            needed = {name: row[name] for name in parameters if name in row}
             task = ExampleTask(data, self.config.task)
-            task.row, task.reward_fn, task.parameters = needed, reward_fn, parameters
+            task.row = {name: row[name] for name in row if name in wanted}
+            task.rewards = self.rewards
             self.tasks.append(task)
 
     def load(self) -> Iterable[ExampleTask]:
@@ -86,9 +97,10 @@ class ExampleTaskset(vf.Taskset[ExampleTask, vf.TasksetConfig]):
 
 def env_from(
     dataset: Any,
-    reward_fn: Callable[..., Any],
+    reward_fn: RewardFn | Sequence[RewardFn],
     system_prompt: str | None = None,
     eval_dataset: Any = None,
+    weights: Sequence[float] | None = None,
 ) -> vf.Taskset:
     """Make an environment of one turn, as a taskset of `verifiers.v1`.
 
@@ -100,20 +112,36 @@ def env_from(
             these. It runs in a rollout worker (`env_workers`) if it is defined in a module, or in a
             script that has `if __name__ == "__main__":`, else in the trainer's process. A function
             that waits should be async, because otherwise all rollouts of its process wait with it.
+            Of several, the reward is the sum; each one's own score has the function's name in the
+            metrics and in `Rollout.metrics`.
         system_prompt: put before each prompt.
         eval_dataset: for evaluations, in place of `dataset`.
+        weights: of the functions in that sum; by default 1 each.
 
     Raises:
-        InvalidEnvironmentError: there are no examples or no prompts, or a parameter of the reward
-            function names no column.
+        InvalidEnvironmentError: there are no examples or no prompts, a parameter of a reward
+            function names no column, or weights or names do not fit the functions.
     """
     if system_prompt is not None and not isinstance(system_prompt, str):
         raise InvalidEnvironmentError(f"env_from: system_prompt={system_prompt!r} is no string")
-    if not callable(reward_fn):
+    functions = reward_fn if isinstance(reward_fn, list | tuple) else [reward_fn]
+    if not functions or not all(map(callable, functions)):
         raise InvalidEnvironmentError(f"env_from: reward_fn={reward_fn!r} is no function")
-    taskset = ExampleTaskset(dataset, reward_fn, system_prompt, "dataset")
+    names = [getattr(function, "__name__", repr(function)) for function in functions]
+    weights = weights or [1.0] * len(names)
+    if len(weights) != len(names):
+        raise InvalidEnvironmentError(
+            f"env_from: weights={weights}: must be as many numbers as reward functions, {names}"
+        )
+    if len({"reward", *names}) <= len(names) > 1:  # the metric `reward` is their sum
+        raise InvalidEnvironmentError(
+            f"env_from: the reward functions are named {names}; give each a name of its own, and "
+            "none 'reward'"
+        )
+    rewards = [*zip(names, weights, functions, strict=True)]
+    taskset = ExampleTaskset(dataset, rewards, system_prompt, "dataset")
     if eval_dataset is not None:
-        of_evaluation = ExampleTaskset(eval_dataset, reward_fn, system_prompt, "eval_dataset")
+        of_evaluation = ExampleTaskset(eval_dataset, rewards, system_prompt, "eval_dataset")
         taskset.eval_taskset = of_evaluation
     return taskset
 
@@ -149,19 +177,19 @@ def _examples_of(dataset: Any, name: str) -> list[Mapping[str, Any]]:
                 f"env_from: {name}, row {number} has no column 'prompt', only "
                 f"{', '.join(map(repr, row))}; rename the one that holds the prompt"
             )
+        if REPLY in row:
+            raise InvalidEnvironmentError(
+                f"env_from: {name} has a column {REPLY!r}, which is what the reward function calls "
+                "the reply; give the column another name, such as 'answer'"
+            )
     return rows
 
 
 def _parameters_from(
-    reward_fn: Callable[..., Any], rows: list[Mapping[str, Any]], what: str
+    reward_fn: RewardFn, reward: str, rows: list[Mapping[str, Any]], what: str
 ) -> tuple[str, ...]:
     """Return the names of the arguments that the reward function is called with."""
     known = [REPLY, *(name for name in rows[0] if all(name in row for row in rows))]
-    if any(REPLY in row for row in rows):
-        raise InvalidEnvironmentError(
-            f"{what} has a column {REPLY!r}, which is what the reward function calls the reply; "
-            "give the column another name, such as 'answer'"
-        )
     wanted = []
     for name, parameter in inspect.signature(reward_fn).parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
@@ -172,12 +200,8 @@ def _parameters_from(
             parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL
         ):
             raise InvalidEnvironmentError(
-                f"{what}: the reward function {_name_of(reward_fn)!r} has a parameter {name!r}, "
+                f"{what}: the reward function {reward!r} has a parameter {name!r}, "
                 f"which is no column that can be passed by its name. {did_you_mean(name, known)} "
                 f"It may name {', '.join(map(repr, known))}"
             )
     return tuple(wanted)
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", None) or repr(function)

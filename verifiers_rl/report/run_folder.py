@@ -347,16 +347,16 @@ def _checksum(path: Path) -> str:
 
 def raise_if_damaged(checkpoint: Path, reads_all: bool = False) -> None:
     """Raise RunFolderError if a checkpoint is not as it was written. The error names its files and
-    the other checkpoints.
+    the checkpoints that are.
 
     Args:
         reads_all: compare checksums of all files; otherwise only sizes, where a file is large.
     """
     if damage := _damage_of(checkpoint, reads_all):
-        others = {str(path) for path in checkpoints_of(checkpoint.parent)} - {str(checkpoint)}
+        whole = [p for p in checkpoints_of(checkpoint.parent) if not _damage_of(p, reads_all)]
         raise RunFolderError(
             f"{checkpoint} is damaged: {'; '.join(damage)}. Go on from another one "
-            f"({', '.join(sorted(others)) or 'there is none'}) by --trainer.args."
+            f"({', '.join(map(str, whole)) or 'there is none'}) by --trainer.args."
             "resume_from_checkpoint in place of --resume, or by train(resume_from_checkpoint=...); "
             "or start anew with --overwrite (overwrite_output_dir=True)"
         )
