@@ -150,8 +150,8 @@ def test_overwriting_leaves_a_model_and_a_readme_that_no_run_wrote(tmp_path):
 
 
 def test_a_run_ends_with_its_rewards_and_its_model(tmp_path):
-    rows = [{"step": 1, "reward": 0.25, "kl": "nan"}, {"step": 4, "reward": 0.5}]
-    rows += [{"step": 4, "eval_reward": "nan"}]  # not a number
+    rows = [{"step": 1, "reward": 0.25, "kl": None}, {"step": 4, "reward": 0.5}]
+    rows += [{"step": 4, "eval_reward": None}]  # not a number
     lines = [*map(json.dumps, rows), '{"step": 5, "rew']  # of a killed process
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     look = f"look at it: vf-rl view {tmp_path}"

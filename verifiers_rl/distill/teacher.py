@@ -100,13 +100,13 @@ def check_vocabulary(teacher: Teacher, tokenizer: Any) -> None:
         {number: token for token, number in getattr(t, "tokenizer", t).get_vocab().items()}
         for t in (tokenizer, theirs)
     )
-    for number in sorted(one.keys() | other.keys()):
-        if one.get(number) != other.get(number):
-            raise TeacherError(
-                f"{teacher}: its vocabulary is not the student's: token id {number} "
-                f"is {other.get(number)!r} at the teacher and {one.get(number)!r} at the student; "
-                "take a teacher with the same tokenizer"
-            )
+    if differing := dict(one.items() ^ other.items()):
+        number = min(differing)
+        raise TeacherError(
+            f"{teacher}: its vocabulary is not the student's: token id {number} "
+            f"is {other.get(number)!r} at the teacher and {one.get(number)!r} at the student; "
+            "take a teacher with the same tokenizer"
+        )
 
 
 class TeacherClient:
@@ -262,12 +262,11 @@ def logprobs_of(reply: dict[str, Any], token_ids: list[int]) -> np.ndarray:
         raise ValueError("the reply has no prompt_logprobs")
     if len(found) != len(token_ids):
         raise ValueError(f"{len(found)} prompt_logprobs for a prompt of {len(token_ids)} tokens")
-    values = np.full(len(token_ids), math.nan)
-    for place in range(1, len(token_ids)):
-        entry = (found[place] or {}).get(str(token_ids[place]))
-        logprob = entry.get("logprob") if isinstance(entry, dict) else None
+    values = [math.nan]
+    for token, entries in zip(token_ids[1:], found[1:], strict=True):
+        logprob = ((entries or {}).get(str(token)) or {}).get("logprob")
         if not isinstance(logprob, int | float) or not LOWEST_LOGPROB < logprob <= 1e-3:
             said = "is missing" if logprob is None else f"is {logprob}"
-            raise ValueError(f"the logprob of token {token_ids[place]} at position {place} {said}")
-        values[place] = logprob
-    return values
+            raise ValueError(f"the logprob of token {token} at position {len(values)} {said}")
+        values.append(logprob)
+    return np.array(values)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 import shlex
@@ -280,7 +279,7 @@ def read_metrics(source: Path) -> list[dict[str, Any]]:
 
 def write_metrics(target: Path, rows: list[dict[str, Any]]) -> None:
     """Replace a metrics.jsonl at once."""
-    _replace(target, "".join(f"{as_line(row)}\n" for row in rows).encode())
+    _replace(target, b"".join(as_json(row) + b"\n" for row in rows))
 
 
 def _replace(target: Path, content: bytes) -> None:
@@ -291,13 +290,6 @@ def _replace(target: Path, content: bytes) -> None:
             unfinished.replace(target)
         finally:
             unfinished.unlink(missing_ok=True)
-
-
-def as_line(row: dict[str, Any]) -> str:
-    """Return a row as JSON. NaN and infinity, which JSON does not have, become strings."""
-    return json.dumps(
-        {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-    )
 
 
 def short(number: float) -> str:
@@ -318,8 +310,7 @@ def summary(source: Path) -> str:
         is_count = name.removeprefix("eval_").rpartition("/")[2] in counts
         if name != learned and (is_count or not name.startswith("eval_")):
             continue
-        # A value that is not finite is a string.
-        found = [row for row in rows if isinstance(row.get(name), int | float)]
+        found = [row for row in rows if row.get(name) is not None]  # None: it was not finite
         ends = [f"{short(row[name])} (step {row['step']})" for row in (*found[:1], *found[1:][-1:])]
         lines += [f"{name}: {' -> '.join(ends)}"] if ends else []
     return "\n".join(lines)
