@@ -339,7 +339,7 @@ def serving(*paths):
 def client(tmp_path_factory):
     folder = tmp_path_factory.mktemp("served")
     write_fake_run(folder / "one", 200, 3)
-    write_lines(folder / "two/metrics.jsonl", {"step": 1, "reward": "inf"})
+    write_lines(folder / "two/metrics.jsonl", {"step": 1, "reward": None})
     with serving(folder) as client:
         yield client
 

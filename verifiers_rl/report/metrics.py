@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from verifiers_rl.distributed import reduce_over_ranks
 from verifiers_rl.losses import MAX_LOG_RATIO, LossInputs, log_importance_ratio
 from verifiers_rl.models import num_experts
 from verifiers_rl.packing import Microbatch
@@ -137,11 +138,10 @@ class TokenMeans:
             self._values.collect(world_size)
         if not num_loss_tokens:
             return {}
-        if world_size > 1:
-            torch.distributed.all_reduce(self._sums)
-            torch.distributed.all_reduce(self._largest_ratio, op=torch.distributed.ReduceOp.MAX)
-        means = dict(zip(self._names, (self._sums / num_loss_tokens).tolist(), strict=True))
-        return {**means, "importance_ratio_max": self._largest_ratio.item()}
+        sums = reduce_over_ranks(self._sums) / num_loss_tokens
+        largest = reduce_over_ranks(self._largest_ratio, torch.distributed.ReduceOp.MAX)
+        means = dict(zip(self._names, sums.tolist(), strict=True))
+        return {**means, "importance_ratio_max": largest.item()}
 
 
 @dataclass

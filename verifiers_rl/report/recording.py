@@ -364,27 +364,25 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._one = lru_cache(maxsize=None)(self._text)
+        self._known = lru_cache(2**18)(self._decode)
 
     def of(self, token_ids: np.ndarray) -> list[str]:
         """Return the text of each token; "" for one that the tokenizer does not know. A character
         that several tokens make is the text of the last one; that of the others is "".
         """
         ids, texts, start = token_ids.tolist(), list[str](), 0
-        for stop, token in enumerate(ids, 1):
-            text = (
-                self._one(token) if start == stop - 1 else self._tokenizer.decode(ids[start:stop])
-            )
+        for stop in range(1, len(ids) + 1):
+            text = self._known(*ids[start:stop])
             # A character has at most four bytes, each of which may be a token.
             is_part = text.endswith("\ufffd") and start > stop - 4 and stop < len(ids)
             texts.append("" if is_part else text)
             start = start if is_part else stop
         return texts
 
-    def _text(self, token: int) -> str:
-        text = self._tokenizer.decode([token])
+    def _decode(self, *ids: int) -> str:
+        text = self._tokenizer.decode(ids)
         # Sentencepiece drops the space in front of a text, and this is the middle of one.
-        starts = str(self._tokenizer.convert_ids_to_tokens(token)).startswith("\u2581")
+        starts = str(self._tokenizer.convert_ids_to_tokens(ids[0])).startswith("\u2581")
         return f" {text}" if starts and not text.startswith(" ") else text
 
 

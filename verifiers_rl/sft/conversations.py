@@ -245,8 +245,8 @@ class Tokenization:
         messages = before + _messages(rest, "completion" if before else "messages")
         if not messages:
             raise DatasetError("has no messages")
-        given = {name: _value_of(row.get(name), name) for name in ("tools", "chat_template_kwargs")}
-        template = {**self._template, **(given.pop("chat_template_kwargs") or {}), **given}
+        tools, own = (_value_of(row.get(n), n) for n in ("tools", "chat_template_kwargs"))
+        template = {**self._template, **(own or {}), "tools": tools}
         if not self._tokenizer.chat_template:
             raise DatasetError(
                 "it is a conversation, and the tokenizer has no chat template: give the model "
@@ -268,16 +268,15 @@ class Tokenization:
                     samples.append(self._sample(ids, spans))
                     text, ids, spans = "", [], []
                 ids = self._longer(ids, text, asked)
-                start, text = len(ids), whole
-                ids = self._longer(ids, asked, whole)
-                stop = self._end_of_turn(ids, start)
-                if not self._special & {*ids[start:stop][-1:]}:
+                # A model never writes blanks behind a special token, because its turn has ended.
+                start, text = len(ids), asked + whole[len(asked) :].rstrip()
+                ids = self._longer(ids, asked, text)
+                if not self._special & {*ids[start:][-1:]}:
                     text = self._with_next_role(whole, messages, number, template)
-                    ids = self._longer(ids, whole, text)
-                    stop = len(ids)
+                    ids = self._longer(ids[:start], asked, text)
             except DatasetError as error:
                 raise DatasetError(f"messages[{number}] (role 'assistant'): {error}") from error
-            spans.append((start, stop))
+            spans.append((start, len(ids)))
         return [*samples, self._sample(ids or [0], spans)]
 
     def _render(
@@ -372,15 +371,6 @@ class Tokenization:
     def _are_ended(self, ids: np.ndarray, mask: np.ndarray) -> bool:
         """Return whether each turn in the loss ends with a special token."""
         return set(ids[np.diff(mask, append=False) & mask].tolist()) <= self._special
-
-    def _end_of_turn(self, ids: list[int], start: int) -> int:
-        """Return where a reply ends: behind its last special token, if only blanks follow that, as
-        in Qwen's templates. A model never writes these blanks, because its turn has ended.
-        """
-        stop = len(ids)
-        while stop > start and self._tokenizer.decode(ids[stop - 1 : stop]).isspace():
-            stop -= 1
-        return stop if stop > start and ids[stop - 1] in self._special else len(ids)
 
 
 def _messages(messages: Any, column: str) -> list[dict[str, Any]]:
