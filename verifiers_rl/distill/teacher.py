@@ -144,17 +144,17 @@ class TeacherClient:
             # `_request` has the other half for another attempt: an answer can get lost on its way.
             timeout=aiohttp.ClientTimeout(total=self.teacher.timeout_s / 2),
         )
-        if self._is_own:
-            return
         try:
-            models = (await self._request("GET", "/v1/models")).get("data") or []
-            self._check({str(model.get("id")): model.get("max_model_len") for model in models})
+            if not self._is_own:
+                await self._learn_name()
         except BaseException:
             await self.close()
             raise
 
-    def _check(self, served: dict[str, int | None]) -> None:
+    async def _learn_name(self) -> None:
         """Learn what its server calls it, from the models there and the tokens that they take."""
+        models = (await self._request("GET", "/v1/models")).get("data") or []
+        served = {str(model.get("id")): model.get("max_model_len") for model in models}
         own = self.teacher.model
         if own not in served and len(served) != 1:
             raise TeacherError(

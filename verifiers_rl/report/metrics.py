@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -221,10 +222,15 @@ class StepWindow(TrainerCallback):
     """The steps since the last line of logs: their metrics, and the time that each took, in which
     evaluations and checkpoints between the steps do not count. Warns if nothing can be learned,
     and, at the first step of a run, if the server does not sample from the model that is trained.
+
+    Attributes:
+        steps: their metrics.
+        left_out: metrics of this name are not logged.
     """
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
+        self.left_out: tuple[str, ...] = ()
         self._step_began, self._is_first, self._num_uniform = 0.0, True, 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -265,9 +271,10 @@ class StepWindow(TrainerCallback):
         """
         steps, self.steps = self.steps, []
         result = {}
-        for name in dict.fromkeys(name for metrics in steps for name in metrics):
+        for name in dict.fromkeys(chain(*steps)):
             values = [metrics[name] for metrics in steps if name in metrics]
-            result[name] = max(values) if name in MAXIMA else sum(values) / len(values)
+            if name not in self.left_out:
+                result[name] = max(values) if name in MAXIMA else sum(values) / len(values)
         return {**result, "tokens_per_s": result["num_tokens"] / result["step_s"]}
 
 

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer
 
@@ -127,6 +127,7 @@ class SFTTrainer(RLTrainer):
         source = DatasetSource([], args.batch_size, args.shuffle, args.seed)
         parts = {"orchestrator": source, "weight_sync": idle(WeightSink)(), **others}
         super().__init__(model, None, copy.copy(args), processing_class, **parts)
+        self._window.left_out = _OF_ROLLOUTS
         self._held_out: list[Sample] | None = None if eval_dataset is None else []
         last_token: int | None = None
         if args.process_index == 0:
@@ -176,15 +177,6 @@ class SFTTrainer(RLTrainer):
         """Give Trainer a placeholder for each step of an epoch."""
         steps = [{"step": step} for step in range(self._steps_per_epoch)]
         return DataLoader(steps, batch_size=1)  # type: ignore[arg-type]
-
-    def training_step(
-        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
-    ) -> Tensor:
-        """Do as `RLTrainer`, and log nothing of rollouts."""
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        for name in _OF_ROLLOUTS:
-            self._window.steps[-1].pop(name, None)
-        return loss
 
     # --- Evaluation -------------------------------------------------------------------------------
 
