@@ -17,6 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -252,9 +253,10 @@ async def _write(
 ) -> None:
     """Write the rows of each environment. Without any there is no file."""
     options.output.parent.mkdir(parents=True, exist_ok=True)
+    modes = chain(["xb"], repeat("ab"))  # the file is a new one
 
     def write(row: dict[str, Any]) -> None:
-        with writing(options.output), options.output.open("ab") as file:
+        with writing(options.output), options.output.open(next(modes)) as file:
             file.write(as_json(row) + b"\n")
 
     num_kept = 0

@@ -125,8 +125,15 @@ class SFTTrainer(RLTrainer):
                 "[data]), or set it to 'no'"
             )
         source = DatasetSource([], args.batch_size, args.shuffle, args.seed)
-        parts = {"orchestrator": source, "weight_sync": idle(WeightSink)(), **others}
-        super().__init__(model, None, copy.copy(args), processing_class, **parts)
+        super().__init__(
+            model,
+            None,
+            copy.copy(args),
+            processing_class,
+            orchestrator=source,
+            weight_sync=idle(WeightSink)(),
+            **others,
+        )
         self._window.left_out = _OF_ROLLOUTS
         self._held_out: list[Sample] | None = None if eval_dataset is None else []
         last_token: int | None = None
