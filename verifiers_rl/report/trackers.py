@@ -44,20 +44,11 @@ def name_wandb_project(args: Any) -> None:
         os.environ["WANDB_PROJECT"] = args.project
 
 
-def rows_of(
-    rollouts: Sequence[Rollout], number: int, names: Sequence[str], longest: int
-) -> list[list[Any]]:
-    """Return attributes of so many rollouts, from the lowest reward to the highest, at equal
-    distances.
-
-    Args:
-        names: of the attributes.
-        longest: a text has at most about so many characters, without its middle.
-    """
+def from_low_to_high(rollouts: Sequence[Rollout], number: int) -> list[Rollout]:
+    """Return so many rollouts, from the lowest reward to the highest, at equal distances."""
     ranked = sorted(rollouts, key=lambda rollout: rollout.reward)
-    places = np.linspace(0, len(ranked) - 1, min(number, len(ranked))).round().astype(int)
-    rows = ([getattr(ranked[place], name) for name in names] for place in places)
-    return [[_shorten(v, longest) if isinstance(v, str) else v for v in row] for row in rows]
+    places = np.linspace(0, len(ranked) - 1, min(number, len(ranked))).round()
+    return [ranked[int(place)] for place in places]
 
 
 def print_rollouts(rollouts: Sequence[Rollout], step: int, num_rows: int = 2) -> None:
@@ -72,10 +63,11 @@ def print_rollouts(rollouts: Sequence[Rollout], step: int, num_rows: int = 2) ->
 
     names = ("prompt", "completion", "reward", "advantage")
     table = Table(*names, title=f"step {step}", show_lines=True, expand=True)
-    for *texts, reward, advantage in rows_of(rollouts, num_rows, names, 400):
+    for rollout in from_low_to_high(rollouts, num_rows):
         # Text, not markup: what a model writes must not be read as formatting.
-        shown = (Text(printable(text)) for text in texts)
-        table.add_row(*shown, short(reward), "+" * (advantage >= 0) + short(advantage))
+        shown = (printable(_shorten(text, 400)) for text in (rollout.prompt, rollout.completion))
+        sign = "+" * (rollout.advantage >= 0)
+        table.add_row(*map(Text, shown), short(rollout.reward), sign + short(rollout.advantage))
     Terminal().print(table)
 
 
@@ -87,7 +79,10 @@ def send_table(rollouts: Sequence[Rollout], step: int) -> None:
     """Send a table of `TABLE_ROWS` rollouts of a step, from 1, to W&B, named `rollouts`."""
     import wandb
 
-    rows = [[step, *row] for row in rows_of(rollouts, TABLE_ROWS, ATTRIBUTES, 4000)]
+    rows = []
+    for rollout in from_low_to_high(rollouts, TABLE_ROWS):
+        values = [getattr(rollout, name) for name in ATTRIBUTES]
+        rows.append([step, *(_shorten(v, 4000) if isinstance(v, str) else v for v in values)])
     if wandb.run is not None:
         table = wandb.Table(["step", *ATTRIBUTES], rows)
         wandb.log({"rollouts": table, "train/global_step": step})
