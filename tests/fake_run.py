@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from verifiers_rl.json_text import as_json
 from verifiers_rl.report.rollouts import RolloutWriter
-from verifiers_rl.report.run_folder import METRICS, as_line, write_run
+from verifiers_rl.report.run_folder import METRICS, write_run
 
 TEXT = """
 the of and to in is that it as for with by on was are be this from at which or an has have number
@@ -153,11 +154,11 @@ def write_fake_run(
                 if (step * num_groups + number) % round(1 / tokens_of) == 0:
                     for row in made:
                         row |= {} if row["error"] else tokens(row, rng.getrandbits(32))
-            metrics.write(as_line(metrics_row(rows, step, rng)) + "\n")
+            metrics.write(as_json(metrics_row(rows, step, rng)).decode() + "\n")
             writer.append(rows, step)
             if step % EVERY == 0:
                 rows = [group(rng, step, number, "eval", skill)[0] for number in range(NUM_EVAL)]
                 writer.append(rows)
                 reward = sum(row["reward"] or 0.0 for row in rows) / NUM_EVAL
-                metrics.write(as_line({"step": step, "eval_reward": reward}) + "\n")
+                metrics.write(as_json({"step": step, "eval_reward": reward}).decode() + "\n")
             writer.flush()  # as where steps are long

@@ -1,7 +1,6 @@
 """`vf-rl --check`: two small steps of a run."""
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from tests.helpers import make_tiny_model, run_python
 from tests.test_e2e_train import write_run
 from verifiers_rl.cli.check import check
 from verifiers_rl.cli.config import load_run_config
+from verifiers_rl.report.run_folder import write_metrics
 
 
 @pytest.fixture
@@ -35,8 +35,7 @@ def check_with(tmp_path, monkeypatch):
             Path(seen["output_dir"], "logs").mkdir()
             Path(seen["output_dir"], "logs", "inference.log").write_text("of the server")
             rows = [{"step": n, "mismatch_kl": kl} for n, kl in enumerate(mismatches, 1)]
-            text = "".join(json.dumps(row) + "\n" for row in rows)
-            Path(seen["output_dir"], "metrics.jsonl").write_text(text)
+            write_metrics(Path(seen["output_dir"], "metrics.jsonl"), rows)
             return status
 
         options = argparse.Namespace(resume=False)

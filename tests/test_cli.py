@@ -13,6 +13,7 @@ from tests.helpers import (
     make_tiny_model,
     write_environment,
 )
+from tests.test_run_folder import save
 from verifiers_rl.cli import plan, rl, train
 from verifiers_rl.cli.config import RunConfig, TomlError, load_run_config
 from verifiers_rl.cli.plan import server_flags
@@ -247,8 +248,7 @@ def test_a_port_in_use_is_one_clear_error(write_toml, error_of, how):
 def test_a_used_folder_is_one_clear_error_before_anything_starts(
     write_toml, tmp_path, error_of, command
 ):
-    (tmp_path / "run" / "checkpoint-4").mkdir(parents=True)
-    (tmp_path / "run" / "checkpoint-4" / "trainer_state.json").write_text('{"global_step": 4}')
+    save(tmp_path / "run", 4)
     options = f'output_dir = "{tmp_path}/run"\nmax_steps = 4\n'
     toml = write_toml(f'[env]\nid = "e"\n{ON_A_CPU}{options}')
     assert f": error: output_dir='{tmp_path}/run' holds a run already" in error_of(

@@ -108,11 +108,11 @@ END = 6 + len(f"<tool_call>{CALLED}</tool_call>") + 1
 @pytest.mark.parametrize(
     ("row", "template", "samples"),
     [
-        # <s>user\n2+2?<e>\n: 1 + 5 + 4 + 1 + 1; <s>assistant\n: 1 + 10; thinking 19, 4, <e>, \n
-        ({"messages": chat("2+2?", "4")}, QWEN3, [(range(23, 44), 45)]),
+        # <s>user\n2+2?<e>\n: 1 + 5 + 4 + 1 + 1; <s>assistant\n: 1 + 10; thinking 19, 4, <e>
+        ({"messages": chat("2+2?", "4")}, QWEN3, [(range(23, 44), 44)]),
         # An earlier turn is a sample of its own, as it is when it is said. Then it is b<e>\n alone:
         # 9 + 14, the second question 9, the beginning 11.
-        ({"messages": TURNS}, QWEN3, [(range(20, 41), 42), (range(43, 64), 65)]),
+        ({"messages": TURNS}, QWEN3, [(range(20, 41), 41), (range(43, 64), 64)]),
         # <bos>; <sh>user<eh>\n\na<eot>: 10; <sh>assistant<eh>\n\n: 13; b<eot>; 10; 13; d<eot>
         ({"messages": TURNS}, LLAMA, [((24, 25, 49, 50), 51)]),
         # <|user|>\na<|assistant|>\nb<|user|>\nc<|assistant|>\nd<|user|>: a turn without an end ends

@@ -3,6 +3,7 @@
 import asyncio
 import math
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -82,15 +83,19 @@ def test_the_teachers_logprobs_are_those_of_exactly_these_tokens(monkeypatch):
     assert headers["Authorization"] == "Bearer secret"
 
 
-def test_a_busy_teacher_is_asked_again(caplog):
-    found, requests = ask([5, 3], statuses=(503, 429))
-    assert found[1] == logprob_of(5, 3) and len(requests) == 3
-    assert caplog.text.count("does not answer (status 503: later); waiting up to 300 s") == 1
-
-
-def test_a_teacher_whose_answer_was_lost_is_asked_again():
-    found, requests = ask([5, 3], statuses=(None,), timeout_s=2.0)
-    assert found[1] == logprob_of(5, 3) and len(requests) == 2
+@pytest.mark.parametrize(
+    ("statuses", "timeout_s", "said"),
+    [
+        ((503, 429), 300.0, "does not answer (status 503: later); waiting up to 300 s"),
+        ((None,), 2.0, "waiting up to 2 s"),
+    ],
+)
+def test_a_teacher_that_is_busy_or_whose_answer_was_lost_is_asked_again(
+    caplog, statuses, timeout_s, said
+):
+    found, requests = ask([5, 3], statuses=statuses, timeout_s=timeout_s)
+    assert found[1] == logprob_of(5, 3) and len(requests) == len(statuses) + 1
+    assert caplog.text.count(said) == 1
 
 
 def test_a_teacher_that_stays_away_ends_the_run_with_one_line():
@@ -150,20 +155,6 @@ def test_a_teacher_for_shorter_sequences_is_refused_at_the_start():
     ask([5, 3], needs=100)
     with pytest.raises(TeacherError, match=r"takes 100 tokens .* needs 101: .*--max-model-len 101"):
         ask([5, 3], needs=101)
-
-
-@pytest.mark.parametrize(
-    "options, problem",
-    [
-        ({"model": ""}, r"model\n.* at least 1 character"),
-        ({"timeout_s": 0}, r"timeout_s\n.* greater than 0"),
-        ({"timeout_s": math.inf}, r"timeout_s\n.* finite number"),
-        ({"max_concurrent": 0}, r"max_concurrent\n.* greater than or equal to 1"),
-    ],
-)
-def test_a_teacher_that_cannot_be_is_refused(options, problem):
-    with pytest.raises(ValidationError, match=problem):
-        Teacher(**{"model": "big", "base_url": "http://host", **options})
 
 
 def test_the_key_of_a_teacher_is_read_from_its_variable(monkeypatch):
@@ -354,23 +345,28 @@ def test_a_teacher_with_another_vocabulary_is_refused(tmp_path):
         check_vocabulary(Teacher(str(tmp_path / "none"), "http://host"), ours)
 
 
-TEACHER = Teacher("big", "http://host")
+BIG = partial(Teacher, model="big", base_url="http://host")
+TEACHER = BIG()
+TAUGHT = partial(Distillation, TEACHER)
 
 
 @pytest.mark.parametrize(
-    "options, problem",
+    "make, options, problem",
     [
-        ({"algorithm": "opsd"}, "algorithm='opsd' needs a hint"),
-        ({"algorithm": "opsd", "hint": "{"}, "hint='{': "),
-        ({"teacher": TEACHER, "hint": "x"}, "hint='x' is for algorithm='opsd'"),
-        ({"teacher": TEACHER, "distill_coef": 0}, "greater than 0"),
-        ({"teacher": TEACHER, "distill_coef": math.inf}, "finite number"),
+        (BIG, {"model": ""}, r"model\n.* at least 1 character"),
+        (BIG, {"timeout_s": 0}, r"timeout_s\n.* greater than 0"),
+        (BIG, {"timeout_s": math.inf}, r"timeout_s\n.* finite number"),
+        (BIG, {"max_concurrent": 0}, r"max_concurrent\n.* greater than or equal to 1"),
+        (Distillation, {"algorithm": "opsd"}, "algorithm='opsd' needs a hint"),
+        (Distillation, {"algorithm": "opsd", "hint": "{"}, "hint='{': "),
+        (TAUGHT, {"hint": "x"}, "hint='x' is for algorithm='opsd'"),
+        (TAUGHT, {"distill_coef": 0}, r"distill_coef\n.* greater than 0"),
+        (TAUGHT, {"distill_coef": math.inf}, r"distill_coef\n.* finite number"),
     ],
 )
-def test_a_distillation_that_cannot_work_is_refused(options, problem):
-    with pytest.raises(ValidationError) as raised:
-        Distillation(**options)
-    assert problem in str(raised.value)
+def test_a_teacher_or_a_distillation_that_cannot_work_is_refused(make, options, problem):
+    with pytest.raises(ValidationError, match=problem):
+        make(**options)
 
 
 def test_a_scorer_of_evaluations_is_refused():

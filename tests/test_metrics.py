@@ -105,7 +105,7 @@ def test_ten_batches_of_one_reward_a_group_draw_one_warning(caplog):
     # The ninth of these differs, which starts the count anew.
     for step in range(1, 40):
         caplog.clear()
-        window.add({"uniform_group_share": 0.9 if step == 9 else 1.0, "reward": 0.25})
+        window.steps.append({"uniform_group_share": 0.9 if step == 9 else 1.0, "reward": 0.25})
         window.on_step_end(None, state, None)
         warned += [step] * len(caplog.messages)
         if caplog.messages:
@@ -124,7 +124,7 @@ def test_a_first_step_with_tokens_of_another_model_draws_a_warning(
     window, state = StepWindow(), SimpleNamespace(is_world_process_zero=True)
     logs = {"mismatch_kl": mismatch_kl, "staleness": staleness}
     for metrics in (logs, {"mismatch_kl": 0.5, "staleness": 0.0}):
-        window.add(metrics)
+        window.steps.append(metrics)
         window.on_step_end(None, state, None)
     assert caplog.text.count("mismatch_kl is 0.064 in the first step") == num_warnings
     assert len(caplog.messages) == num_warnings

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 
+from tests.test_run_folder import save
 from verifiers_rl.cli import rl
 from verifiers_rl.cli.config import load_run_config
 from verifiers_rl.cli.resolved import RESOLVED, resolved_text, write_resolved
@@ -96,9 +97,7 @@ def test_it_runs_as_it_is_from_any_folder_and_gives_itself_again(run, tmp_path, 
 
 
 def test_a_dry_run_refuses_what_the_run_would_refuse(run, tmp_path):
-    checkpoint = tmp_path / "here" / "outputs" / "rl" / "checkpoint-3"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "trainer_state.json").write_text('{"global_step": 3}')
+    checkpoint = save(tmp_path / "here" / "outputs" / "rl", 3)
     status, printed, said = run(*FILES)
     assert (status, printed) == (1, "") and "holds a run already (checkpoint-3)" in said
     for option in ("--resume", "--overwrite"):

@@ -16,6 +16,7 @@ from verifiers_rl.report.run_folder import (
     newest_checkpoint,
     prepare_run_folder,
     short,
+    write_manifest,
 )
 
 
@@ -27,12 +28,12 @@ def test_a_number_for_people_is_short(number, shown):
     assert short(number) == shown
 
 
-def save(folder, step, state=True):
+def save(folder, step):
     checkpoint = folder / f"checkpoint-{step}"
     checkpoint.mkdir(parents=True)
     (checkpoint / "adapter_model.safetensors").write_text("weights")
-    if state:
-        (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    write_manifest(checkpoint)
     return checkpoint
 
 
@@ -72,31 +73,32 @@ def test_a_folder_with_a_run_is_refused_unless_it_is_resumed_or_overwritten(writ
     assert sorted(tmp_path.rglob("*")) == before  # nothing was made
 
 
-def test_the_newest_finished_checkpoint_is_resumed(tmp_path):
+def test_the_newest_checkpoint_is_resumed_and_one_that_is_not_whole_is_named(tmp_path):
     assert newest_checkpoint(tmp_path / "none") is None
     save(tmp_path, 5)
     ten = save(tmp_path, 10)
-    save(tmp_path, 20, state=False)  # the process was killed while it saved
     assert newest_checkpoint(tmp_path) == prepare(tmp_path, True, max_steps=11) == ten
     older = tmp_path / "checkpoint-5"
     assert prepare(tmp_path, str(older)) == older
+    (ten / "manifest.json").unlink()  # somebody has copied a part of it
+    with pytest.raises(RunFolderError, match=rf"10 is damaged: manifest.json is.*one \({older}\)"):
+        prepare(tmp_path, True, max_steps=11)
 
 
 def test_a_checkpoint_that_is_none_is_refused(tmp_path):
     folder = tmp_path / "run"
-    with pytest.raises(RunFolderError, match=r"run' holds no finished check.*start without --resu"):
+    with pytest.raises(RunFolderError, match=r"run' holds no check.*start without --resu"):
         prepare(folder, resume=True)
     write_metrics(folder, 1)
-    with pytest.raises(RunFolderError, match=r"run' holds no finished.*or anew with --overw"):
+    with pytest.raises(RunFolderError, match=r"run' holds no check.*or anew with --overw"):
         prepare(folder, resume=True)
-    unfinished = save(folder, 20, state=False)
-    with pytest.raises(RunFolderError, match=r"t-20': it has no trainer_state.json.*run' is none"):
-        prepare(folder, resume=str(unfinished))
+    with pytest.raises(RunFolderError, match=r"t-20': no such folder.*run' is none"):
+        prepare(folder, resume=str(folder / "checkpoint-20"))
     five = save(folder, 5)
     with pytest.raises(RunFolderError, match=rf"t-7': no such folder; the newest .* is {five}"):
         prepare(folder, resume=str(folder / "checkpoint-7"))
     (five / "trainer_state.json").write_text("{")
-    with pytest.raises(RunFolderError, match=r"checkpoint-5': its trainer_state.json cannot be"):
+    with pytest.raises(RunFolderError, match=r"checkpoint-5 is damaged: trainer_state.json has 1"):
         prepare(folder, resume=True)
 
 
@@ -150,8 +152,8 @@ def test_overwriting_leaves_a_model_and_a_readme_that_no_run_wrote(tmp_path):
 
 
 def test_a_run_ends_with_its_rewards_and_its_model(tmp_path):
-    rows = [{"step": 1, "reward": 0.25, "kl": "nan"}, {"step": 4, "reward": 0.5}]
-    rows += [{"step": 4, "eval_reward": "nan"}]  # not a number
+    rows = [{"step": 1, "reward": 0.25, "kl": None}, {"step": 4, "reward": 0.5}]
+    rows += [{"step": 4, "eval_reward": None}]  # not a number
     lines = [*map(json.dumps, rows), '{"step": 5, "rew']  # of a killed process
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     look = f"look at it: vf-rl view {tmp_path}"

@@ -85,7 +85,7 @@ def test_new_lines_of_metrics_are_read_once_and_a_replaced_file_from_its_begin(t
     assert metrics.refresh().num_rows == 0
     write_lines(path, {"step": 1, "loss": 0.5}, '{"step": 2, "lo')
     assert metrics.refresh().num_rows == 1  # the second line is not finished
-    write_lines(path, 'ss": "nan", "reward": 1}\n', "oh\n", "[1]\n", {"step": "3"}, {"step": 3})
+    write_lines(path, 'ss": null, "reward": 1}\n', "oh\n", "[1]\n", {"step": "3"}, {"step": 3})
     metrics.refresh()
     assert metrics.num_rows == 3 and metrics.num_unreadable == 3 and metrics.generation == 0
     assert metrics.not_finite == {"loss": (1, 2)}
@@ -339,7 +339,7 @@ def serving(*paths):
 def client(tmp_path_factory):
     folder = tmp_path_factory.mktemp("served")
     write_fake_run(folder / "one", 200, 3)
-    write_lines(folder / "two/metrics.jsonl", {"step": 1, "reward": "inf"})
+    write_lines(folder / "two/metrics.jsonl", {"step": 1, "reward": None})
     with serving(folder) as client:
         yield client
 

@@ -337,7 +337,7 @@ def test_the_page_follows_a_run_that_goes_on_and_one_that_is_resumed(open_page, 
 
 def write_odd_runs(folder):
     (folder / "empty").mkdir(parents=True)
-    numbers = [{"step": 1, "loss": "nan", "reward": 0.5}, "no json\n", {"step": 2, "reward": "inf"}]
+    numbers = [{"step": 1, "loss": None, "reward": 0.5}, "no json\n", {"step": 2, "reward": None}]
     write_lines(folder / "no-rollouts/metrics.jsonl", *numbers)
     write_fake_run(folder / "one-step", 8, 1)
     write_fake_run(folder / "killed", 40, 4)

@@ -59,7 +59,7 @@ DEFAULT_MASK = 256  # top_k where a sampling mask needs one
 # logprobs of a batch at one temperature.
 _CUTS = ("top_p", "top_k", "min_p")
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-_SAMPLING_OF_ONE_ENV = (
+SAMPLING_OF_ONE_ENV = (
     *("max_tokens", *_CUTS, *_PENALTIES),
     *("stop", "include_stop_str_in_output", "chat_template_kwargs"),
 )
@@ -602,7 +602,7 @@ class RLConfig(TrainingArguments):
             more: names beside those that one environment may have; these may be 0, for the
                 likeliest token, and top_k for all tokens.
         """
-        known = (*_SAMPLING_OF_ONE_ENV, *more)
+        known = (*SAMPLING_OF_ONE_ENV, *more)
         for name, value in options.items():
             if name not in known:
                 hint = did_you_mean(name, known, f"known: {', '.join(known)}")

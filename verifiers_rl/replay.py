@@ -17,7 +17,6 @@ from contextlib import suppress
 from itertools import chain, groupby, pairwise, product
 from operator import itemgetter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,7 +43,7 @@ from verifiers_rl.losses import (
 from verifiers_rl.report.metrics import TokenMeans
 from verifiers_rl.report.run_folder import ROLLOUTS, checkpoints_of, read_run, rollouts_file
 from verifiers_rl.trainer import RLTrainer
-from verifiers_rl.types import Batch, BatchSource, Rollout, Sample, WeightSink, missing_members
+from verifiers_rl.types import Batch, BatchSource, Rollout, Sample, WeightSink, idle
 
 # Columns that the samples get: the place of a token among the loss tokens of its sample, above 0 to
 # 1, and the logprob that the trainer had of it.
@@ -175,8 +174,7 @@ def replay(
         make_importable(config.folders)
         model, kind = config.model, config.trainer_class()
     make_importable([Path.cwd()])
-    names = missing_members(None, BatchSource) + missing_members(None, WeightSink)
-    none: Any = SimpleNamespace(**dict.fromkeys(names, lambda *args: None))
+    parts = {"orchestrator": idle(BatchSource)(), "weight_sync": idle(WeightSink)()}
     own, outcomes = options.setdefault("loss", kind.config_class.loss), dict[str, Outcome]()
     for loss, advantage in product(losses or [own], advantages or [""]):
         changed = {} if loss == own else {"loss": loss, "loss_args": {}}
@@ -184,7 +182,7 @@ def replay(
         with tempfile.TemporaryDirectory(prefix="vf-rl-replay-") as output_dir:
             args = kind.config_class(**{**options, **changed, "output_dir": output_dir})
             batch = make_batch(rows, step, args.make_advantage() if advantage else None)
-            trainer = kind(model, None, args, orchestrator=none, weight_sync=none)
+            trainer = kind(model, None, args, **parts)
             outcome = replay_step(trainer, batch, str(checkpoint) if step > 1 else None)
         del trainer
         gc.collect()  # it is in cycles, and the next one needs its memory

@@ -257,7 +257,7 @@ class RLTrainer(SavingTrainer):
         train_s = time.monotonic() - start
         if (adaptive_kl := adaptive_kl_of(self.loss_fn)) is not None:
             adaptive_kl.update(token_means)  # the same on all ranks
-        self._window.add(
+        self._window.steps.append(
             {**batch.metrics, **self._metrics, "train_s": train_s, **token_means}
             | self._counts.metrics(batch, self._base_of(model))
             | device_metrics(self.args.device, self.floating_point_ops({}), train_s)

@@ -485,3 +485,11 @@ def missing_members(part: Any, protocol: type) -> list[str]:
     names = [*protocol.__annotations__, *(n for n in vars(protocol) if not n.startswith("_"))]
     nothing = object()  # a property may ask the server, so none is called
     return [name for name in names if inspect.getattr_static(part, name, nothing) is nothing]
+
+
+def idle(protocol: type) -> Any:
+    """Return a class that has the members of this protocol: methods that do nothing and return
+    None, and attributes that are None.
+    """
+    methods = dict.fromkeys(missing_members(None, protocol), lambda *args: None)
+    return type(protocol.__name__, (), {**methods, **dict.fromkeys(protocol.__annotations__)})

@@ -72,10 +72,11 @@ def problem_of(metrics: Path) -> str | None:
     rows = [row for row in read_metrics(metrics) if "mismatch_kl" in row]
     names = ("reward", "mismatch_kl", "sync_s", "step_s")
     for row in rows:
-        shown = (f"{name} {row[name]:.3g}" for name in names if name in row)
+        shown = (f"{name} {row[name]:.3g}" for name in names if row.get(name) is not None)
         print(f"vf-rl: step {row['step']:g}: {', '.join(shown)}", flush=True)
     bound = FIRST_MISMATCH_KL
-    if not all(row["mismatch_kl"] <= bound for row in rows):  # also true for NaN
+    # None: it was not finite.
+    if any(row["mismatch_kl"] is None or row["mismatch_kl"] > bound for row in rows):
         return f"mismatch_kl above {bound:g}: docs/mismatch.md says what brings both sides together"
     print("vf-rl: all is ok", flush=True)
     return None

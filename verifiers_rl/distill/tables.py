@@ -76,19 +76,6 @@ class TeacherTable(Table):
         refuse_flags(self.args, _ELSEWHERE)
         return self
 
-    def teacher(self, own: str, timeout_s: float) -> Teacher:
-        """Return it as the environments of the run know it.
-
-        Args:
-            own: host and port of the server that `vf-rl` has started.
-            timeout_s: of such a server, if the TOML says nothing.
-        """
-        given = self.model_dump(exclude={"gpus", "args"}, exclude_none=True)
-        if not self.base_url:
-            here = {"base_url": f"http://{own}", "key_variable": TOKEN_VARIABLE}
-            given = {"timeout_s": timeout_s, **given, **here}
-        return Teacher(**given)
-
 
 def complete(config: RunConfig, checks_model: bool) -> None:
     """Read the teachers, and look at them beside the environments.
@@ -139,18 +126,21 @@ def make_scorers(config: RunConfig, are_started: bool = True) -> dict[int, Disti
             process.
     """
     layers, started = config.layers, started_servers()
-    # A teacher loads as the other servers do.
-    timeout_s = config.option("vllm_server_timeout") if are_started else 300.0
     teachers, scorers = dict[str, Teacher](), dict[int, Distillation]()
     for number, table in enumerate(config.teachers):
-        own = started.get(f"teacher-{table.name}", "")
-        if are_started and not table.base_url and not own:
-            raise layers.error(
-                ("teacher", str(number)),
-                f"teacher {table.name!r} has no base_url: vf-rl starts such a teacher, and nothing "
-                "else does. Start its server, and set base_url in place of gpus and args",
-            )
-        teachers[table.name] = table.teacher(own, timeout_s)
+        given = table.model_dump(exclude={"gpus", "args"}, exclude_none=True)
+        if not table.base_url and are_started:
+            if not (own := started.get(f"teacher-{table.name}")):
+                raise layers.error(
+                    ("teacher", str(number)),
+                    f"teacher {table.name!r} has no base_url: vf-rl starts such a teacher, and "
+                    "nothing else does. Start its server, and set base_url in place of gpus and "
+                    "args",
+                )
+            # It loads as the other servers do.
+            given.setdefault("timeout_s", config.option("vllm_server_timeout"))
+            given |= {"base_url": f"http://{own}", "key_variable": TOKEN_VARIABLE}
+        teachers[table.name] = Teacher(**{"base_url": "http://not-started", **given})
 
     def make(table: Data) -> Distillation:
         given = {"algorithm": "rl", **{key: table[key] for key in LEARNING if key in table}}

@@ -100,13 +100,13 @@ def check_vocabulary(teacher: Teacher, tokenizer: Any) -> None:
         {number: token for token, number in getattr(t, "tokenizer", t).get_vocab().items()}
         for t in (tokenizer, theirs)
     )
-    for number in sorted(one.keys() | other.keys()):
-        if one.get(number) != other.get(number):
-            raise TeacherError(
-                f"{teacher}: its vocabulary is not the student's: token id {number} "
-                f"is {other.get(number)!r} at the teacher and {one.get(number)!r} at the student; "
-                "take a teacher with the same tokenizer"
-            )
+    if differing := dict(one.items() ^ other.items()):
+        number = min(differing)
+        raise TeacherError(
+            f"{teacher}: its vocabulary is not the student's: token id {number} "
+            f"is {other.get(number)!r} at the teacher and {one.get(number)!r} at the student; "
+            "take a teacher with the same tokenizer"
+        )
 
 
 class TeacherClient:
@@ -144,17 +144,17 @@ class TeacherClient:
             # `_request` has the other half for another attempt: an answer can get lost on its way.
             timeout=aiohttp.ClientTimeout(total=self.teacher.timeout_s / 2),
         )
-        if self._is_own:
-            return
         try:
-            models = (await self._request("GET", "/v1/models")).get("data") or []
-            self._check({str(model.get("id")): model.get("max_model_len") for model in models})
+            if not self._is_own:
+                await self._learn_name()
         except BaseException:
             await self.close()
             raise
 
-    def _check(self, served: dict[str, int | None]) -> None:
+    async def _learn_name(self) -> None:
         """Learn what its server calls it, from the models there and the tokens that they take."""
+        models = (await self._request("GET", "/v1/models")).get("data") or []
+        served = {str(model.get("id")): model.get("max_model_len") for model in models}
         own = self.teacher.model
         if own not in served and len(served) != 1:
             raise TeacherError(
@@ -262,12 +262,11 @@ def logprobs_of(reply: dict[str, Any], token_ids: list[int]) -> np.ndarray:
         raise ValueError("the reply has no prompt_logprobs")
     if len(found) != len(token_ids):
         raise ValueError(f"{len(found)} prompt_logprobs for a prompt of {len(token_ids)} tokens")
-    values = np.full(len(token_ids), math.nan)
-    for place in range(1, len(token_ids)):
-        entry = (found[place] or {}).get(str(token_ids[place]))
-        logprob = entry.get("logprob") if isinstance(entry, dict) else None
+    values = [math.nan]
+    for token, entries in zip(token_ids[1:], found[1:], strict=True):
+        logprob = ((entries or {}).get(str(token)) or {}).get("logprob")
         if not isinstance(logprob, int | float) or not LOWEST_LOGPROB < logprob <= 1e-3:
             said = "is missing" if logprob is None else f"is {logprob}"
-            raise ValueError(f"the logprob of token {token_ids[place]} at position {place} {said}")
-        values[place] = logprob
-    return values
+            raise ValueError(f"the logprob of token {token} at position {len(values)} {said}")
+        values.append(logprob)
+    return np.array(values)

@@ -22,9 +22,9 @@ def batch_metrics(groups: Groups) -> dict[str, float]:
         survivors = _survivors(own)
         scores = _mean_scores(survivors, len(survivors))
         found = {name: scores[name] for name in scores if name not in metrics}
-        if len(roles := group_by_role(survivors)) > 1:
-            rewards = {role[0].role: [rollout.reward for rollout in role] for role in roles}
-            found |= {f"{role}/reward": float(np.mean(values)) for role, values in rewards.items()}
+        roles = group_by_role(survivors)
+        for role in roles if len(roles) > 1 else ():
+            found[f"{role[0].role}/reward"] = float(np.mean([rollout.reward for rollout in role]))
         if len(by_env) > 1:
             found |= {**_of_batch(own), "group_share": len(own) / len(groups)}
         metrics |= {f"{env}/{name}": value for name, value in found.items()}
@@ -50,10 +50,10 @@ def _of_batch(groups: Groups) -> dict[str, float]:
     survivors = _survivors(groups)
     if not survivors:  # all rollouts of these groups failed
         return {"error_share": 1.0}
-    roles_of_groups = [roles for group in groups if (roles := group_by_role(group))]
     is_uniform = [
         all(len({rollout.reward for rollout in role}) == 1 for role in roles)
-        for roles in roles_of_groups
+        for group in groups
+        if (roles := group_by_role(group))
     ]
     spoke = [rollout for rollout in survivors if rollout.samples]  # the others took no turn
     num_later_turns = sum(rollout.num_turns - 1 for rollout in spoke)
@@ -69,7 +69,7 @@ def _of_batch(groups: Groups) -> dict[str, float]:
         "moved_share": [r.num_moves > 0 for r in rollouts],
         "uniform_group_share": is_uniform,
     }
-    return {name: float(np.mean(own)) for name, own in values.items() if own} | {
+    return {name: float(np.mean(own)) for name, own in values.items()} | {
         "reward_std": float(np.std(rewards)),
         "broken_turn_share": num_breaks / max(num_later_turns, 1),
     }

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from verifiers_rl.distributed import reduce_over_ranks
 from verifiers_rl.losses import MAX_LOG_RATIO, LossInputs, log_importance_ratio
 from verifiers_rl.models import num_experts
 from verifiers_rl.packing import Microbatch
@@ -29,26 +31,24 @@ logger = logging.getLogger(__name__)
 MAXIMA = ("importance_ratio_max", "staleness_max")
 
 
+# The last one is 1 where a mask took the token out.
+TOKEN_VALUES = ("trainer_logprobs", "entropy", "is_masked")
+
+
 class TokenValues:
     """Collects the trainer's numbers of the loss tokens of some samples, from the microbatches of a
-    step on all ranks. They end on rank 0 in the order of each sample's own tokens, however
-    microbatches had laid them out.
+    step on all ranks. On rank 0 they become extras of the samples, `TOKEN_VALUES`: float32, NaN in
+    a sample that was not computed, and where a token is not in the loss.
 
     Args:
         batch: that is trained on.
         is_chosen: (S,) bool, the samples.
         device: of this rank.
-
-    Attributes:
-        of_samples: after `collect`, on rank 0: for each chosen sample, by its `id()`, the values of
-            its tokens: (3, T) float32, `trainer_logprobs`, `entropy` and 1 where a mask took the
-            token out. NaN in a sample that was not computed, and where a token is not in the loss.
     """
 
     def __init__(self, batch: Batch, is_chosen: np.ndarray, device: torch.device) -> None:
-        self.of_samples: dict[int, np.ndarray] = {}
         self._samples, self._lengths = batch.samples, batch.sizes.num_loss_tokens.tolist()
-        # What each loss token has: trainer_logprobs, entropy, is_masked, and 1 where computed.
+        # What each loss token has: TOKEN_VALUES, and 1 where computed.
         self._values = {
             i: torch.zeros((4, self._lengths[i]), device=device)
             for i in np.flatnonzero(is_chosen).tolist()
@@ -84,12 +84,12 @@ class TokenValues:
         values = found.cpu().numpy()
         values[:3, values[3] == 0] = np.nan
         stops = np.cumsum([self._lengths[i] for i in self._values])
-        parts = dict(zip(self._values, np.split(values[:3], stops[:-1], axis=1), strict=True))
-        for i, sample in enumerate(self._samples):  # of rank 0
-            if i in parts:
-                of_tokens = np.full((3, sample.num_tokens), np.nan, np.float32)
-                of_tokens[:, sample.loss_mask] = parts[i]
-                self.of_samples[id(sample)] = of_tokens
+        parts = np.split(values[:3], stops[:-1], axis=1)
+        for i, part in zip(self._values, parts, strict=True) if self._samples else ():
+            sample = self._samples[i]
+            of_tokens = np.full((3, sample.num_tokens), np.nan, np.float32)
+            of_tokens[:, sample.loss_mask] = part
+            sample.extras |= zip(TOKEN_VALUES, of_tokens, strict=True)
 
 
 class TokenMeans:
@@ -139,11 +139,10 @@ class TokenMeans:
             self._values.collect(world_size)
         if not num_loss_tokens:
             return {}
-        if world_size > 1:
-            torch.distributed.all_reduce(self._sums)
-            torch.distributed.all_reduce(self._largest_ratio, op=torch.distributed.ReduceOp.MAX)
-        means = dict(zip(self._names, (self._sums / num_loss_tokens).tolist(), strict=True))
-        return {**means, "importance_ratio_max": self._largest_ratio.item()}
+        sums = reduce_over_ranks(self._sums) / num_loss_tokens
+        largest = reduce_over_ranks(self._largest_ratio, torch.distributed.ReduceOp.MAX)
+        means = dict(zip(self._names, sums.tolist(), strict=True))
+        return {**means, "importance_ratio_max": largest.item()}
 
 
 @dataclass
@@ -223,14 +222,16 @@ class StepWindow(TrainerCallback):
     """The steps since the last line of logs: their metrics, and the time that each took, in which
     evaluations and checkpoints between the steps do not count. Warns if nothing can be learned,
     and, at the first step of a run, if the server does not sample from the model that is trained.
+
+    Attributes:
+        steps: their metrics.
+        left_out: metrics of this name are not logged.
     """
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
+        self.left_out: tuple[str, ...] = ()
         self._step_began, self._is_first, self._num_uniform = 0.0, True, 0
-
-    def add(self, metrics: dict[str, float]) -> None:
-        self.steps.append(metrics)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._is_first, self._num_uniform = True, 0
@@ -270,9 +271,10 @@ class StepWindow(TrainerCallback):
         """
         steps, self.steps = self.steps, []
         result = {}
-        for name in dict.fromkeys(name for metrics in steps for name in metrics):
+        for name in dict.fromkeys(chain(*steps)):
             values = [metrics[name] for metrics in steps if name in metrics]
-            result[name] = max(values) if name in MAXIMA else sum(values) / len(values)
+            if name not in self.left_out:
+                result[name] = max(values) if name in MAXIMA else sum(values) / len(values)
         return {**result, "tokens_per_s": result["num_tokens"] / result["step_s"]}
 
 

@@ -31,12 +31,11 @@ from verifiers_rl.json_text import as_json
 from verifiers_rl.process.loop_thread import LoopThread
 from verifiers_rl.process.secret_names import without_secrets
 from verifiers_rl.process.terminal import showing
-from verifiers_rl.report.metrics import TokenValues
+from verifiers_rl.report.metrics import TOKEN_VALUES, TokenValues
 from verifiers_rl.report.rollouts import RolloutWriter
 from verifiers_rl.report.run_folder import (
     RESOLVED,
     WritingError,
-    as_line,
     holds_a_run,
     metrics_file,
     read_metrics,
@@ -74,7 +73,6 @@ class RunFiles(TrainerCallback):
         self._trainer = trainer
         self._folder = Path(trainer.args.output_dir)
         self._is_main = trainer.args.process_index == 0
-        self._values: TokenValues | None = None  # of this step
         self._texts = TokenTexts(trainer.processing_class)
         self._rows_before: list[dict[str, Any]] = []  # of metrics, by evaluate() before train()
         self._has_begun = False
@@ -158,20 +156,18 @@ class RunFiles(TrainerCallback):
 
     def values_of(self, batch: Batch) -> TokenValues | None:
         """Return what collects the values of this batch's tokens; None where none are written."""
-        args, self._values = self._trainer.args, None
+        args = self._trainer.args
         is_chosen = choose_samples(
             batch.sizes, batch.step, args.groups_per_batch, args.log_rollouts
         )
-        if is_chosen.any():
-            self._values = TokenValues(batch, is_chosen, args.device)
-        return self._values
+        return TokenValues(batch, is_chosen, args.device) if is_chosen.any() else None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         batch = self._trainer.batch
         if self._writer is None or batch is None:
             return
         groups = batch.groups or [batch.rollouts]
-        self._append("train", state.global_step, groups, self._values)
+        self._append("train", state.global_step, groups)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the rollouts of the evaluation whose results were logged at this step."""
@@ -198,8 +194,8 @@ class RunFiles(TrainerCallback):
             self._rows_before.append(row)
         if self._has_begun or not holds_a_run(self._folder):  # train() refuses or resumes that one
             self._folder.mkdir(parents=True, exist_ok=True)
-            with writing(target), target.open("a", encoding="utf-8") as file:
-                file.write(as_line(row) + "\n")
+            with writing(target), target.open("ab") as file:
+                file.write(as_json(row) + b"\n")
         batch, shows = self._trainer.batch, args.log_rollouts and "step_s" in logs
         if shows and batch is not None and batch.rollouts:
             with showing("a table of rollouts"):
@@ -208,24 +204,15 @@ class RunFiles(TrainerCallback):
                 if "wandb" in args.report_to:
                     send_table(batch.rollouts, state.global_step)
 
-    def _append(
-        self,
-        split: Split,
-        step: int,
-        groups: Sequence[Sequence[Rollout]],
-        values: TokenValues | None = None,
-    ) -> None:
+    def _append(self, split: Split, step: int, groups: Sequence[Sequence[Rollout]]) -> None:
         """Let the thread write these rollouts. Wait until it has written those before."""
 
         async def write() -> None:
-            of_tokens = values.of_samples if values is not None else {}
-            rows = []
-            for number, group in enumerate(groups):
-                for rollout in group:
-                    row, samples = row_of(rollout, step, split, number), rollout.samples
-                    if samples and of_tokens.keys() >= {*map(id, samples)}:
-                        row |= token_columns(samples, of_tokens, self._texts)
-                    rows.append(row)
+            rows = [
+                row_of(rollout, step, split, number) | token_columns(rollout.samples, self._texts)
+                for number, group in enumerate(groups)
+                for rollout in group
+            ]
             if self._writer is not None:
                 self._writer.append(rows, step if split == "train" else None)
 
@@ -377,52 +364,46 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._one = lru_cache(maxsize=None)(self._text)
+        self._known = lru_cache(2**18)(self._decode)
 
     def of(self, token_ids: np.ndarray) -> list[str]:
         """Return the text of each token; "" for one that the tokenizer does not know. A character
         that several tokens make is the text of the last one; that of the others is "".
         """
         ids, texts, start = token_ids.tolist(), list[str](), 0
-        for stop, token in enumerate(ids, 1):
-            text = (
-                self._one(token) if start == stop - 1 else self._tokenizer.decode(ids[start:stop])
-            )
+        for stop in range(1, len(ids) + 1):
+            text = self._known(*ids[start:stop])
             # A character has at most four bytes, each of which may be a token.
             is_part = text.endswith("\ufffd") and start > stop - 4 and stop < len(ids)
             texts.append("" if is_part else text)
             start = start if is_part else stop
         return texts
 
-    def _text(self, token: int) -> str:
-        text = self._tokenizer.decode([token])
+    def _decode(self, *ids: int) -> str:
+        text = self._tokenizer.decode(ids)
         # Sentencepiece drops the space in front of a text, and this is the middle of one.
-        starts = str(self._tokenizer.convert_ids_to_tokens(token)).startswith("\u2581")
+        starts = str(self._tokenizer.convert_ids_to_tokens(ids[0])).startswith("\u2581")
         return f" {text}" if starts and not text.startswith(" ") else text
 
 
-def token_columns(
-    samples: Sequence[Sample], of_tokens: Mapping[int, np.ndarray], texts: TokenTexts
-) -> dict[str, Any]:
+def token_columns(samples: Sequence[Sample], texts: TokenTexts) -> dict[str, Any]:
     """Return what the file of rollouts has of the tokens of one rollout, one sample after the
-    other: arrays of T tokens, by the name of their column.
+    other: arrays of T tokens, by the name of their column; {} if a sample has no `TOKEN_VALUES`.
 
     Args:
         samples: of the rollout.
-        of_tokens: see `TokenValues.of_samples`.
         texts: of the tokenizer.
     """
-    columns = {
-        name: np.concatenate([getattr(sample, name) for sample in samples])
-        for name in Sample.DTYPES
+    if not samples or not all(TOKEN_VALUES[0] in sample.extras for sample in samples):
+        return {}
+    columns: dict[str, Any] = {
+        name: np.concatenate([sample.column(name) for sample in samples])
+        for name in (*Sample.DTYPES, *TOKEN_VALUES)
     }
     lengths = [sample.num_tokens for sample in samples]
-    values = np.concatenate([of_tokens[id(sample)] for sample in samples], axis=1)
     return columns | {
         "has_tokens": True,
         "sample": np.repeat(np.arange(len(lengths), dtype=np.int32), lengths),
         "token_texts": texts.of(columns["token_ids"]),
-        "trainer_logprobs": values[0],
-        "entropy": values[1],
-        "is_masked": values[2] > 0,
+        "is_masked": columns["is_masked"] > 0,
     }

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 import shlex
@@ -25,14 +24,15 @@ RUN = "run.json"
 METRICS = "metrics.jsonl"
 RESOLVED = "resolved.toml"
 ROLLOUTS = "rollouts"  # a folder of files, see rollouts.py
+_ROLLOUTS = f"{ROLLOUTS}/step-*.parquet"
 ADAPTER = "adapter_config.json"
 CARD = "README.md"
 # Marks a README.md that this library wrote. A README.md without it is somebody's own.
 CARD_MARK = "<!-- Written by verifiers_rl at the end of a run. -->"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-STATE = "trainer_state.json"  # in a checkpoint, also in one that Trainer has written alone
+STATE = "trainer_state.json"  # in a checkpoint: Trainer's own
 RL_STATE = "rl_state.json"  # in a checkpoint: what our own parts need to continue
-# In a checkpoint, written last: size and SHA-256 of each other file. Trainer alone writes none.
+# In a checkpoint, written last: size and SHA-256 of each other file.
 MANIFEST = "manifest.json"
 _LARGE = 2**28  # bytes of a file that is read only once, when the run begins
 UNFINISHED = (
@@ -74,13 +74,16 @@ def writing(path: Path, fix: str = "make room there") -> Iterator[None]:
 
 
 def newest_checkpoint(output_dir: str | Path) -> Path | None:
-    """Return the finished checkpoint with the most steps, or None."""
+    """Return the checkpoint with the most steps, or None."""
     return next(reversed(checkpoints_of(Path(output_dir))), None)
 
 
 def checkpoints_of(folder: Path) -> list[Path]:
-    """Return the finished checkpoints of a run, from the first step on."""
-    return [path for path in _checkpoints(folder).values() if _is_finished(path)]
+    """Return the checkpoints of a run, from the first step on. Each got its name when it was whole,
+    see checkpoints.py.
+    """
+    matches = [(_CHECKPOINT.fullmatch(path.name), path) for path in folder.glob("checkpoint-*")]
+    return [path for _, path in sorted((int(m[1]), p) for m, p in matches if m and p.is_dir())]
 
 
 def holds_a_run(output_dir: str | Path) -> bool:
@@ -149,18 +152,17 @@ def _checkpoint_to_resume(folder: Path, resume: bool | str) -> Path:
     if not isinstance(resume, str):
         if newest is None:
             raise RunFolderError(
-                f"output_dir={str(folder)!r} holds no finished checkpoint to resume from; start "
+                f"output_dir={str(folder)!r} holds no checkpoint to resume from; start "
                 "without --resume (resume_from_checkpoint), or anew with --overwrite "
                 "(overwrite_output_dir=True)"
             )
         return newest
     checkpoint = Path(resume).expanduser()
     for path in (checkpoint, folder / checkpoint):
-        if _is_finished(path):
+        if path.is_dir():
             return path
-    why = f"it has no {STATE}" if checkpoint.is_dir() else "no such folder"
     raise RunFolderError(
-        f"cannot resume from {str(checkpoint)!r}: {why}; the newest checkpoint in "
+        f"cannot resume from {str(checkpoint)!r}: no such folder; the newest checkpoint in "
         f"output_dir={str(folder)!r} is {newest or 'none'}"
     )
 
@@ -206,8 +208,8 @@ def _set_later_aside(checkpoint: Path) -> None:
     """Rename the checkpoints of later steps. The run repeats these steps, and must not go on from
     such a checkpoint if it is killed.
     """
-    for step, later in _checkpoints(checkpoint.parent).items():
-        if step > _step_of(checkpoint):
+    for later in checkpoints_of(checkpoint.parent):
+        if int(later.name.removeprefix("checkpoint-")) > _step_of(checkpoint):
             target = later.with_name(ABANDONED) / later.name
             target.parent.mkdir(exist_ok=True)
             shutil.rmtree(target, ignore_errors=True)
@@ -220,21 +222,14 @@ def clear_run_folder(output_dir: str | Path) -> None:
     final models and the README.md of each. Everything else stays, also a model that no run saved.
     """
     folder = Path(output_dir).expanduser()
-    if not folder.is_dir():
-        return
-    remove_rollouts(folder, behind=-1)
-    for path in _checkpoints(folder).values():
-        path.unlink() if path.is_symlink() else shutil.rmtree(path)
-    for name in (UNFINISHED, ABANDONED):
-        shutil.rmtree(folder / name, ignore_errors=True)
+    patterns = [RUN, METRICS, _ROLLOUTS, UNFINISHED, ABANDONED]
     if is_our_card(folder / MERGED / CARD):
-        shutil.rmtree(folder / MERGED)
-    patterns = [RUN, METRICS]
+        patterns.append(MERGED)
     if is_our_card(folder / CARD):
-        patterns += [*_MODEL, *_BESIDE_MODEL, CARD]
-    for pattern in patterns:
-        for path in folder.glob(pattern):
-            path.unlink()
+        patterns += [*MODEL_FILES, CARD]
+    found = [path for pattern in patterns for path in folder.glob(pattern)]
+    for path in [*found, *checkpoints_of(folder)]:
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def closing_lines(output_dir: str | Path) -> list[str]:
@@ -280,7 +275,7 @@ def read_metrics(source: Path) -> list[dict[str, Any]]:
 
 def write_metrics(target: Path, rows: list[dict[str, Any]]) -> None:
     """Replace a metrics.jsonl at once."""
-    _replace(target, "".join(f"{as_line(row)}\n" for row in rows).encode())
+    _replace(target, b"".join(as_json(row) + b"\n" for row in rows))
 
 
 def _replace(target: Path, content: bytes) -> None:
@@ -291,13 +286,6 @@ def _replace(target: Path, content: bytes) -> None:
             unfinished.replace(target)
         finally:
             unfinished.unlink(missing_ok=True)
-
-
-def as_line(row: dict[str, Any]) -> str:
-    """Return a row as JSON. NaN and infinity, which JSON does not have, become strings."""
-    return json.dumps(
-        {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-    )
 
 
 def short(number: float) -> str:
@@ -318,8 +306,7 @@ def summary(source: Path) -> str:
         is_count = name.removeprefix("eval_").rpartition("/")[2] in counts
         if name != learned and (is_count or not name.startswith("eval_")):
             continue
-        # A value that is not finite is a string.
-        found = [row for row in rows if isinstance(row.get(name), int | float)]
+        found = [row for row in rows if row.get(name) is not None]  # None: it was not finite
         ends = [f"{short(row[name])} (step {row['step']})" for row in (*found[:1], *found[1:][-1:])]
         lines += [f"{name}: {' -> '.join(ends)}"] if ends else []
     return "\n".join(lines)
@@ -363,10 +350,9 @@ def raise_if_damaged(checkpoint: Path, reads_all: bool = False) -> None:
 
 
 def _damage_of(checkpoint: Path, reads_all: bool) -> list[str]:
-    """Return what is missing or changed in a checkpoint; nothing of one of Trainer alone."""
-    manifest = checkpoint / MANIFEST
-    if not manifest.is_file():
-        return [f"{MANIFEST} is missing"] if (checkpoint / RL_STATE).is_file() else []
+    """Return what is missing or changed in a checkpoint."""
+    if not (manifest := checkpoint / MANIFEST).is_file():
+        return [f"{MANIFEST} is missing"]
     try:
         rows = json.loads(manifest.read_text("utf-8"))
         files = {name: (size, sum_) for name, (size, sum_) in rows.items()}
@@ -404,7 +390,7 @@ def rollouts_file(folder: Path, number: int) -> Path:
 
 def remove_rollouts(folder: Path, behind: int) -> None:
     """Remove the files of rollouts that a run wrote behind the checkpoint of this step."""
-    for path in (folder / ROLLOUTS).glob("step-*.parquet"):
+    for path in folder.glob(_ROLLOUTS):
         if int(path.stem.removeprefix("step-")) > behind:
             path.unlink()
 
@@ -412,22 +398,11 @@ def remove_rollouts(folder: Path, behind: int) -> None:
 # --- What is in the folder ------------------------------------------------------------------------
 
 
-def _checkpoints(folder: Path) -> dict[int, Path]:
-    """Return the folders of checkpoints, finished or not, by their steps and in their order."""
-    matches = [(_CHECKPOINT.fullmatch(path.name), path) for path in folder.glob("checkpoint-*")]
-    return dict(sorted((int(match[1]), path) for match, path in matches if match and path.is_dir()))
-
-
-def _is_finished(checkpoint: Path) -> bool:
-    # Trainer alone writes its state last.
-    return any((checkpoint / name).is_file() for name in (MANIFEST, STATE))
-
-
 def _traces_of_a_run(folder: Path) -> list[str]:
     """Return the files that show that a run was here. Rows of step 0 show none: they are of
     evaluations before any training.
     """
-    found = [path.name for path in _checkpoints(folder).values()]
+    found = [path.name for path in checkpoints_of(folder)]
     metrics = folder / METRICS
     if metrics.is_file() and any(row["step"] > 0 for row in read_metrics(metrics)):
         found.append(METRICS)
@@ -435,17 +410,12 @@ def _traces_of_a_run(folder: Path) -> list[str]:
 
 
 def rl_state_of(checkpoint: str | Path) -> dict[str, Any]:
-    """Return what our own parts have saved in a checkpoint, by name; {} if it is of Trainer alone.
-    It is as it was written; see `raise_if_damaged`.
+    """Return what our own parts have saved in a checkpoint, by name. It is as it was written; see
+    `raise_if_damaged`.
     """
-    path = Path(checkpoint) / RL_STATE
-    return json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    return json.loads((Path(checkpoint) / RL_STATE).read_text("utf-8"))
 
 
 def _step_of(checkpoint: Path) -> int:
-    try:
-        return int(json.loads((checkpoint / STATE).read_text("utf-8"))["global_step"])
-    except (OSError, ValueError, TypeError, KeyError) as error:  # of Trainer alone
-        raise RunFolderError(
-            f"cannot resume from {str(checkpoint)!r}: its {STATE} cannot be read; choose another"
-        ) from error
+    """Return the step of a checkpoint that is as it was written."""
+    return json.loads((checkpoint / STATE).read_text("utf-8"))["global_step"]

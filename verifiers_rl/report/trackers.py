@@ -40,9 +40,7 @@ def name_wandb_project(args: Any) -> None:
     Args:
         args: the `RLConfig`.
     """
-    if "wandb" not in args.report_to:
-        return
-    if args.project != type(args).project:
+    if "wandb" in args.report_to and args.project != type(args).project:
         os.environ["WANDB_PROJECT"] = args.project
 
 

@@ -23,6 +23,7 @@ has the tokens of all turns, and the conversation becomes several samples, as it
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -123,9 +124,7 @@ class Tokenization:
         tokenizer: of the model, with a chat template if rows are conversations.
         max_seq_len: longest sample in tokens; the rest of a longer one is cut off.
         template: variables of the chat template, under those of a row's `chat_template_kwargs`.
-
-    Attributes:
-        largest: the largest token id of all rows so far, and the data and the row that have it.
+        num_embeddings: of the model, so no token may have this number or a larger one.
     """
 
     def __init__(
@@ -133,13 +132,16 @@ class Tokenization:
         tokenizer: Any,
         max_seq_len: int = 2048,
         template: Mapping[str, Any] | None = None,
+        num_embeddings: float = math.inf,
     ) -> None:
         self._tokenizer, self._max_seq_len = tokenizer, max_seq_len
         self._template = dict(template or {})
         added = tokenizer.added_tokens_decoder.items()
         self._special = {*tokenizer.all_special_ids} | {n for n, token in added if token.special}
-        self._begin = self._begin_of_texts()
-        self.largest = (-1, "")
+        self._num_embeddings = num_embeddings
+        whole = tokenizer("a")["input_ids"]
+        # What it puts before a text, such as its BOS.
+        self._begin = whole[: whole.index(self._encode("a")[0])]
 
     def of_rows(
         self, rows: Any, name: str, report: Callable[[str], None] = lambda line: None
@@ -167,16 +169,12 @@ class Tokenization:
         for number in range(len(rows)):
             if number % 1000 == 0:
                 line.show()
-            where = f"data {name}, row {number}"
             try:
                 samples = self.of_row(rows[number])
-            except DatasetError as error:
-                raise DatasetError(f"{where}: {error}") from error
-            except Exception as error:  # of the tokenizer, or of what holds the rows
+            except Exception as error:  # also of the tokenizer, or of what holds the rows
                 problem = f"{type(error).__name__}: {error}; correct the row, or leave it out"
-                raise DatasetError(f"{where}: {problem}") from error
-            largest = max(int(ids.max(initial=-1)) for ids, _ in samples)
-            self.largest = max(self.largest, (largest, where))
+                problem = str(error) if isinstance(error, DatasetError) else problem
+                raise DatasetError(f"data {name}, row {number}: {problem}") from error
             num["conversations of several samples"] += len(samples) > 1
             are_ended = all(self._are_ended(ids, mask) for ids, mask in samples)
             num["with a turn that no special token ends, so a server would go on"] += not are_ended
@@ -237,7 +235,7 @@ class Tokenization:
         ids = self._longer(before, prompt, prompt + completion)
         begin = self._begin if ids[: len(self._begin)] != self._begin else []
         start = len(begin) + len(before)
-        return [_tokens([*begin, *ids], [(start, len(begin) + len(ids))])]
+        return [self._sample([*begin, *ids], [(start, len(begin) + len(ids))])]
 
     def _of_conversation(self, row: Mapping[str, Any], prompt: Any, rest: Any) -> list[Tokens]:
         """Return the samples of `prompt` and `rest`, of which only `rest` is in the loss. A turn
@@ -247,8 +245,8 @@ class Tokenization:
         messages = before + _messages(rest, "completion" if before else "messages")
         if not messages:
             raise DatasetError("has no messages")
-        given = {name: _value_of(row.get(name), name) for name in ("tools", "chat_template_kwargs")}
-        template = {**self._template, **(given.pop("chat_template_kwargs") or {}), **given}
+        tools, own = (_value_of(row.get(n), n) for n in ("tools", "chat_template_kwargs"))
+        template = {**self._template, **(own or {}), "tools": tools}
         if not self._tokenizer.chat_template:
             raise DatasetError(
                 "it is a conversation, and the tokenizer has no chat template: give the model "
@@ -267,20 +265,19 @@ class Tokenization:
                 if not whole.startswith(asked):
                     raise DatasetError(_difference(asked, whole))
                 if spans and not asked.startswith(text):
-                    samples.append(_tokens(ids, spans))
+                    samples.append(self._sample(ids, spans))
                     text, ids, spans = "", [], []
                 ids = self._longer(ids, text, asked)
-                start, text = len(ids), whole
-                ids = self._longer(ids, asked, whole)
-                stop = self._end_of_turn(ids, start)
-                if not self._special & {*ids[start:stop][-1:]}:
+                # A model never writes blanks behind a special token, because its turn has ended.
+                start, text = len(ids), asked + whole[len(asked) :].rstrip()
+                ids = self._longer(ids, asked, text)
+                if not self._special & {*ids[start:][-1:]}:
                     text = self._with_next_role(whole, messages, number, template)
-                    ids = self._longer(ids, whole, text)
-                    stop = len(ids)
+                    ids = self._longer(ids[:start], asked, text)
             except DatasetError as error:
                 raise DatasetError(f"messages[{number}] (role 'assistant'): {error}") from error
-            spans.append((start, stop))
-        return [*samples, _tokens(ids or [0], spans)]
+            spans.append((start, len(ids)))
+        return [*samples, self._sample(ids or [0], spans)]
 
     def _render(
         self, messages: list[dict[str, Any]], is_prompt: bool, template: dict[str, Any]
@@ -347,39 +344,33 @@ class Tokenization:
             )
         return ids[:at] + pieces
 
+    def _sample(self, ids: Sequence[int], spans: Iterable[tuple[int, int]]) -> Tokens:
+        """Return a sample of these tokens. Those from the first place of a span to its second are
+        in the loss.
+
+        Raises:
+            DatasetError: the model has no embedding for a token.
+        """
+        if (token := max(ids, default=0)) >= self._num_embeddings:
+            raise DatasetError(
+                f"it has token {token} ({self._tokenizer.convert_ids_to_tokens(token)!r}), and the "
+                f"model's embedding has {self._num_embeddings} rows, counted from 0. Take the "
+                "model's own tokenizer, or save the model with more rows (resize_token_embeddings)"
+            )
+        mask = np.zeros(len(ids), bool)
+        for start, stop in spans:
+            mask[start:stop] = True
+        mask[:1] = False  # nothing predicts the first token
+        return np.array(ids, np.int32), mask
+
     def _encode(self, text: str) -> list[int]:
         """Return the tokens of a text, without those that the tokenizer puts around texts."""
         text.encode()  # half a surrogate pair, as JSON can have: this error names it
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def _begin_of_texts(self) -> list[int]:
-        """Return the tokens that the tokenizer puts before each text, such as its BOS."""
-        plain = self._encode("a")
-        whole = self._tokenizer("a")["input_ids"]
-        starts = range(len(whole) - len(plain) + 1)
-        at = next((at for at in starts if whole[at : at + len(plain)] == plain), 0)
-        return whole[:at]
-
     def _are_ended(self, ids: np.ndarray, mask: np.ndarray) -> bool:
         """Return whether each turn in the loss ends with a special token."""
         return set(ids[np.diff(mask, append=False) & mask].tolist()) <= self._special
-
-    def _end_of_turn(self, ids: list[int], start: int) -> int:
-        """Return where a reply ends: behind its last special token, if only blanks follow that, as
-        in Qwen's templates. A model never writes these blanks, because its turn has ended.
-        """
-        stop = len(ids)
-        while stop > start and self._tokenizer.decode(ids[stop - 1 : stop]).isspace():
-            stop -= 1
-        return stop if stop > start and ids[stop - 1] in self._special else len(ids)
-
-
-def _tokens(ids: Sequence[int], spans: Iterable[tuple[int, int]]) -> Tokens:
-    mask = np.zeros(len(ids), bool)
-    for start, stop in spans:
-        mask[start:stop] = True
-    mask[:1] = False  # nothing predicts the first token
-    return np.array(ids, np.int32), mask
 
 
 def _messages(messages: Any, column: str) -> list[dict[str, Any]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import errno
 import math
 import os
 import signal
@@ -18,6 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,6 +36,7 @@ from verifiers_rl.cli.plan import (
     started_servers,
 )
 from verifiers_rl.cli.supervise import LOGS, ThisMachine, supervise
+from verifiers_rl.config import SAMPLING_OF_ONE_ENV, RLConfig, default_options
 from verifiers_rl.data import ENDLESS, describe_error
 from verifiers_rl.inference.client import InferenceClient, InferenceServerError, generation_key
 from verifiers_rl.json_text import as_json
@@ -53,20 +54,6 @@ USAGE = (
 # The key of our own server, for this process; "none" at an endpoint for which nobody names a key.
 KEY_VARIABLE = "VERIFIERS_RL_GENERATION_KEY"
 NUM_TRIED = 10  # if the first ones to end all fail, the others are not tried
-# Options of requests, and the values with which an endpoint does the same without them.
-NEUTRAL: dict[str, Any] = {
-    "temperature": None,
-    "max_tokens": None,
-    "stop": None,
-    "include_stop_str_in_output": False,
-    "chat_template_kwargs": {},
-    "top_p": 1.0,
-    "top_k": -1,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
 
 
 class GenerationError(RuntimeError):
@@ -222,7 +209,7 @@ def make_players(
     from verifiers_rl.envs.base import RunnerOptions
     from verifiers_rl.envs.played import PlayedEnvironment
 
-    made = list[PlayedEnvironment]()
+    made = []
     for one in given:
         if one.only not in (None, split):
             continue
@@ -253,32 +240,30 @@ def sampling_of(args: Any, is_vllm: bool) -> dict[str, Any]:
             generation_config.json says: all of them, as a rollout of a run has them. Otherwise
             those that are set, because not every endpoint knows all.
     """
-    options = {name: getattr(args, name) for name in NEUTRAL} | {"top_k": args.top_k or -1}
-    return {n: v for n, v in options.items() if v is not None and (is_vllm or v != NEUTRAL[n])}
+    names = ("temperature", *SAMPLING_OF_ONE_ENV)
+    options = {name: value for name in names if (value := getattr(args, name)) is not None}
+    if is_vllm:
+        return {"top_k": -1, **options}
+    neutral = default_options(RLConfig) | {"temperature": None}
+    return {name: value for name, value in options.items() if value != neutral[name]}
 
 
 async def _write(
     options: argparse.Namespace, max_concurrent: int, players: Sequence[PlayedEnvironment]
 ) -> None:
-    """Write the rows of each environment. A file without any is removed."""
+    """Write the rows of each environment. Without any there is no file."""
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    with options.output.open("xb", buffering=0) as file:  # else closing it would write once more
+    modes = chain(["xb"], repeat("ab"))  # the file is a new one
 
-        def write(row: dict[str, Any]) -> None:
-            line = as_json(row) + b"\n"
-            with writing(options.output):
-                if file.write(line) < len(line):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def write(row: dict[str, Any]) -> None:
+        with writing(options.output), options.output.open(next(modes)) as file:
+            file.write(as_json(row) + b"\n")
 
-        num_kept = 0
-        try:
-            for player in players:
-                num, said = await write_rows(player, options, max_concurrent, write)
-                num_kept += num
-                print(f"vf-rl generate: {player.name}: {said}", flush=True)
-        finally:
-            if not file.tell():
-                options.output.unlink()
+    num_kept = 0
+    for player in players:
+        num, said = await write_rows(player, options, max_concurrent, write)
+        num_kept += num
+        print(f"vf-rl generate: {player.name}: {said}", flush=True)
     if not num_kept:
         raise GenerationError(
             f"--min-reward {options.min_reward:g}: no rollout reached it and ended by itself, so "

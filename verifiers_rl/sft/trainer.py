@@ -17,25 +17,17 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer
 
 from verifiers_rl.config import ConfigError
 from verifiers_rl.data import example_index
-from verifiers_rl.distributed import (
-    broadcast_batch,
-    broadcast_outcome,
-    connect_hosts,
-    reduce_over_ranks,
-)
-from verifiers_rl.losses import LossFn
-from verifiers_rl.models import absolute_path, tokenizer_of
-from verifiers_rl.process.terminal import print_all_characters
+from verifiers_rl.distributed import broadcast_batch, broadcast_outcome, reduce_over_ranks
 from verifiers_rl.sft.config import SFTConfig
 from verifiers_rl.sft.conversations import Tokenization, Tokens
 from verifiers_rl.trainer import RLTrainer
-from verifiers_rl.types import Batch, Sample
+from verifiers_rl.types import Batch, BatchSource, Sample, WeightSink, idle
 
 # What a step logs of rollouts, and nothing is known of where there are none.
 _OF_ROLLOUTS = (
@@ -44,13 +36,17 @@ _OF_ROLLOUTS = (
 )
 
 
-class DatasetSource:
+# With methods that do nothing, but for those below: no environment has to start, to wait or to end.
+_Idle: Any = idle(BatchSource)
+
+
+class DatasetSource(_Idle):
     """A `BatchSource` that takes the batches from rows, each row once in an epoch. The last batch
     of an epoch has the rows that are left. The rows of a step follow from its number alone, so a
     resumed run goes on with the rows that come next.
 
     Args:
-        rows: the samples of each row; only rank 0 needs them.
+        rows: the samples of each row; only rank 0 needs them. They may be set later.
         batch_size: rows of a batch.
         shuffle: take the rows in another order in each epoch, which follows from `seed`.
         seed: see `data.example_index`.
@@ -61,7 +57,7 @@ class DatasetSource:
     def __init__(
         self, rows: Sequence[Sequence[Tokens]], batch_size: int, shuffle: bool, seed: int
     ) -> None:
-        self._rows, self._batch_size = rows, batch_size
+        self.rows, self._batch_size = rows, batch_size
         self._shuffle, self._seed = shuffle, seed
         self._step = 0
 
@@ -69,28 +65,17 @@ class DatasetSource:
         self._step = step
 
     def get(self) -> Batch:
-        num_rows = len(self._rows)
+        num_rows = len(self.rows)
         epoch, number = divmod(self._step, math.ceil(num_rows / self._batch_size))
         start = number * self._batch_size
         rows = [
-            self._rows[example_index(epoch * num_rows + place, num_rows, self._shuffle, self._seed)]
+            self.rows[example_index(epoch * num_rows + place, num_rows, self._shuffle, self._seed)]
             for place in range(start, min(start + self._batch_size, num_rows))
         ]
         return Batch(self._step, self._step, make_samples(rows))
 
-    def begin_evaluation(self, *args: Any) -> None: ...  # the trainer takes the loss itself
-
-    def end_evaluation(self) -> dict[str, float]:
-        return {}
-
-    def start(self) -> None: ...
-    def raise_if_failed(self) -> None: ...
-    def wait(self) -> None: ...
-    def discard(self) -> None: ...
-    def stop(self) -> None: ...
-
     def state_dict(self, step: int) -> dict[str, Any]:
-        return {"num_rows": len(self._rows), "batch_size": self._batch_size}
+        return {"num_rows": len(self.rows), "batch_size": self._batch_size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raise ConfigError if the steps so far had other rows than these would say."""
@@ -103,21 +88,6 @@ class DatasetSource:
                 )
 
 
-class NoServer:
-    """A `WeightSink` where nobody samples from the weights: it sends nothing."""
-
-    policy_version: int | None = None
-    model_name, sleeps = "", False
-
-    def push(self, *args: Any) -> dict[str, float]:
-        return {}
-
-    def sleep(self) -> None: ...
-    def check_server(self) -> None: ...
-    def wait_for_server(self) -> None: ...
-    def close(self) -> None: ...
-
-
 class SFTTrainer(RLTrainer):
     """Trains a causal language model on what a dataset says.
 
@@ -128,9 +98,7 @@ class SFTTrainer(RLTrainer):
             `datasets.Dataset`. conversations.py says which columns they have.
         eval_dataset: rows that are not trained on. `eval_strategy` says when their loss is taken.
         processing_class: the tokenizer; default: the model's own.
-        loss_fn: replaces `args.loss`, see losses.py.
-        peft_config: any PEFT config in place of the LoRA that `args` describes.
-        **others: `callbacks`, `optimizers` and whatever else `RLTrainer` takes.
+        **others: `loss_fn`, `peft_config`, `callbacks` and whatever else `RLTrainer` takes.
 
     Raises:
         ConfigError: an option, an argument or the data cannot work, or would have no effect.
@@ -147,11 +115,8 @@ class SFTTrainer(RLTrainer):
         eval_dataset: Any = None,
         *,
         processing_class: Any = None,
-        loss_fn: LossFn | None = None,
-        peft_config: Any = None,
         **others: Any,
     ) -> None:
-        print_all_characters()
         if not isinstance(args, SFTConfig):
             raise ConfigError(f"args: expected an SFTConfig, got {type(args).__name__}")
         if args.eval_strategy != "no" and eval_dataset is None:
@@ -159,53 +124,36 @@ class SFTTrainer(RLTrainer):
                 "eval_strategy: there is nothing to evaluate on; give an eval_dataset (eval under "
                 "[data]), or set it to 'no'"
             )
-        connect_hosts(args)
-        model = absolute_path(model)
-        if processing_class is None:
-            processing_class = tokenizer_of(model)
-        rows, held_out = list[list[Tokens]](), list[list[Tokens]]()
-        last_token: int | None = None
-        largest = (-1, "")  # token of the data, and where it is
-        if args.process_index == 0:
-            tokens = Tokenization(processing_class, args.max_seq_len, args.chat_template_kwargs)
-            rows = tokens.of_rows(train_dataset, "for training", print)
-            last_token = tokens.last_token(rows)
-            if eval_dataset is not None:
-                held_out = tokens.of_rows(eval_dataset, "for evaluations", print)
-            largest = tokens.largest
-        found = broadcast_outcome(
-            {"num_rows": len(rows), "last_token": last_token, "largest": largest}
-        )
-        self._steps_per_epoch = math.ceil(found["num_rows"] / args.batch_size)
-        if args.max_steps == -1:
-            args = copy.copy(args)
-            args.max_steps = math.ceil(args.num_train_epochs * self._steps_per_epoch)
-        self._held_out = make_samples(held_out)
-        self._has_held_out = eval_dataset is not None
+        source = DatasetSource([], args.batch_size, args.shuffle, args.seed)
         super().__init__(
             model,
             None,
-            args,
+            copy.copy(args),
             processing_class,
-            loss_fn,
-            peft_config,
-            orchestrator=DatasetSource(rows, args.batch_size, args.shuffle, args.seed),
-            weight_sync=NoServer(),
+            orchestrator=source,
+            weight_sync=idle(WeightSink)(),
             **others,
         )
-        self._check_embedding(*found["largest"])
-        self._let_servers_stop_at(found["last_token"])
-
-    def _check_embedding(self, token: int, where: str) -> None:
-        """Raise ConfigError if the model has no embedding for the largest token of the data."""
-        size = self._base_of(self.model).config.get_text_config().vocab_size
-        if token >= size:
-            text = cast(Any, self.processing_class).convert_ids_to_tokens(token)
-            raise ConfigError(
-                f"{where}: it has token {token} ({text!r}), and the model's embedding has {size} "
-                "rows, counted from 0. Take the model's own tokenizer, or save the model with more "
-                "rows (resize_token_embeddings)"
+        self._window.left_out = _OF_ROLLOUTS
+        self._held_out: list[Sample] | None = None if eval_dataset is None else []
+        last_token: int | None = None
+        if args.process_index == 0:
+            tokens = Tokenization(
+                self.processing_class,
+                args.max_seq_len,
+                args.chat_template_kwargs,
+                self._base_of(self.model).config.get_text_config().vocab_size,
             )
+            source.rows = tokens.of_rows(train_dataset, "for training", print)
+            last_token = tokens.last_token(source.rows)
+            if eval_dataset is not None:
+                held_out = tokens.of_rows(eval_dataset, "for evaluations", print)
+                self._held_out = make_samples(held_out)
+        found = broadcast_outcome({"num_rows": len(source.rows), "last_token": last_token})
+        self._steps_per_epoch = math.ceil(found["num_rows"] / args.batch_size)
+        if args.max_steps == -1:
+            self.args.max_steps = math.ceil(args.num_train_epochs * self._steps_per_epoch)
+        self._let_servers_stop_at(found["last_token"])
 
     def _let_servers_stop_at(self, token: int | None) -> None:
         """Add the token that ends replies to those in the model's generation_config, which is saved
@@ -229,19 +177,13 @@ class SFTTrainer(RLTrainer):
 
     # --- The step ---------------------------------------------------------------------------------
 
+    def push_weights(self) -> None:
+        """Send nothing, because there is no server."""
+
     def get_train_dataloader(self) -> DataLoader:
         """Give Trainer a placeholder for each step of an epoch."""
         steps = [{"step": step} for step in range(self._steps_per_epoch)]
         return DataLoader(steps, batch_size=1)  # type: ignore[arg-type]
-
-    def training_step(
-        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
-    ) -> Tensor:
-        """Do as `RLTrainer`, and log nothing of rollouts."""
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        for name in _OF_ROLLOUTS:
-            self._window.steps[-1].pop(name, None)
-        return loss
 
     # --- Evaluation -------------------------------------------------------------------------------
 
@@ -252,7 +194,7 @@ class SFTTrainer(RLTrainer):
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """Take the loss on the held-out rows, and log it."""
-        if eval_dataset is not None or not self._has_held_out:
+        if eval_dataset is not None or self._held_out is None:
             raise ConfigError("evaluate() takes the rows of SFTTrainer(eval_dataset=...)")
         start = time.monotonic()
         with self.checkpoints.saving_on_error():
@@ -278,7 +220,7 @@ class SFTTrainer(RLTrainer):
         rank calls this.
         """
         args, model = self.args, self.model_wrapped
-        batch = Batch(0, 0, self._held_out) if args.process_index == 0 else None
+        batch = Batch(0, 0, self._held_out or []) if args.process_index == 0 else None
         batch = broadcast_batch(batch)
         sizes = batch.sizes
         weights = [1.0] * len(sizes.lengths)
@@ -302,8 +244,7 @@ def make_samples(rows: Sequence[Sequence[Tokens]]) -> list[Sample]:
     for number, row in enumerate(rows):
         for token_ids, loss_mask in row:
             # NaN: no policy sampled these tokens.
-            logprobs = np.where(loss_mask, np.float32(np.nan), np.float32(0))
-            versions = np.full(len(token_ids), -1, np.int32)
+            logprobs, versions = np.where(loss_mask, np.nan, 0), np.full(len(token_ids), -1)
             sample = Sample(token_ids, loss_mask, logprobs, versions)
             sample.rollout_id = sample.group_id = number
             samples.append(sample)

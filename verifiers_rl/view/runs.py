@@ -307,7 +307,7 @@ class MetricsFile:
             self.num_unreadable += bool(line.strip())
             return
         for name, value in row.items():
-            if value in ("nan", "inf", "-inf"):
+            if value is None:  # it was NaN or infinite
                 count, first = self.not_finite.get(name, (0, step))
                 self.not_finite[name] = (count + 1, first)
                 value = math.nan
