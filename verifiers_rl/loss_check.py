@@ -12,14 +12,17 @@ what is learned changes. A loss that breaks its contract draws a warning, and tr
 from __future__ import annotations
 
 import logging
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import wraps
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from verifiers_rl.checkpoints import rng_state, set_rng_state
 from verifiers_rl.losses import LossFn, LossInputs, LossOutputs
 from verifiers_rl.packing import map_tensors
 
@@ -57,12 +60,11 @@ def checked(loss_fn: LossFn, trainer: Any) -> LossFn:
                 for part in trainer.checkpoints.kept.values()
                 if callable(part)
             ]
-            random = rng_state()
             try:
-                problem = problem_of(loss_fn, inputs)
+                with _random_numbers_kept():
+                    problem = problem_of(loss_fn, inputs)
             except Exception as error:  # of the user's code, which the whole has not raised
                 problem = f"for half of a microbatch it raises {error!r}"
-            set_rng_state(random)
             for part, state in states:
                 part.load_state_dict(state)
             tries_left = problem is None and tries_left - 1
@@ -71,6 +73,18 @@ def checked(loss_fn: LossFn, trainer: Any) -> LossFn:
         return outputs
 
     return checking
+
+
+@contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 def problem_of(loss_fn: LossFn, inputs: LossInputs) -> str | None:
