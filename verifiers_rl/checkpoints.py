@@ -427,7 +427,6 @@ class SavingTrainer(Trainer):
 
     checkpoints: Checkpoints
     args: Any
-    _env: Any  # the environment, as passed to `RLTrainer`
 
     def _get_output_dir(self, trial: Any) -> str:
         return self.checkpoints.run_dir or super()._get_output_dir(trial)
@@ -441,7 +440,7 @@ class SavingTrainer(Trainer):
             self.args.hub_token = token
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write README.md into output_dir: of what, on what and how far the model was trained.
+        """Write README.md into output_dir: of what and how far the model was trained.
 
         Trainer's own card says of every run that the dataset is unknown, and names a local folder
         as a base model, which the hub refuses.
@@ -465,7 +464,6 @@ class SavingTrainer(Trainer):
             f"{self.args.METHOD} with verifiers_rl {version('verifiers_rl')}.",
             "",
             f"- {self.state.global_step} steps with a batch size of {self.args.batch_size}",
-            *(f"- Environment: {name}" for name in environment_names(self._env)),
         ]
         if (folder / METRICS).is_file():
             lines += [f"- {line}" for line in summary(folder / METRICS).splitlines()]
@@ -506,14 +504,3 @@ class SavingTrainer(Trainer):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Do nothing: the final model alone is uploaded."""
-
-
-def environment_names(env: Any) -> list[str]:
-    """Return the name or id of each environment, or of its class if it has none."""
-    if env is None:
-        return []
-    if isinstance(env, list | tuple):
-        return [name for one in env for name in environment_names(one)]
-    taskset = getattr(getattr(env, "config", None), "taskset", None)
-    known = (getattr(env, "name", None), getattr(taskset, "id", None), getattr(env, "env_id", None))
-    return [next(filter(None, known), env if isinstance(env, str) else type(env).__name__)]

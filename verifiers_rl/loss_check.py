@@ -22,12 +22,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import register_dataclass, tree_map_only
 
 from verifiers_rl.losses import LossFn, LossInputs, LossOutputs
-from verifiers_rl.packing import map_tensors
 
 logger = logging.getLogger(__name__)
 
+register_dataclass(LossInputs)
 NUM_TRIES = 16  # microbatches that may show nothing, such as one with a single sample
 TOLERANCE = 1e-3  # of a gradient's norm, which rounding does not reach
 MEAN = (
@@ -94,7 +95,7 @@ def problem_of(loss_fn: LossFn, inputs: LossInputs) -> str | None:
 
     def gradient(tokens: Tensor, scale: float) -> Tensor:
         """Return the derivatives by logprobs and entropy, (2, tokens)."""
-        part = map_tensors(inputs, lambda values: values.detach()[tokens])
+        part = tree_map_only(Tensor, lambda values: values.detach()[tokens], inputs)
         part.sequence_ids -= part.sequence_ids.min()
         part.weights *= scale
         shift = part.weights.new_zeros(2, len(part.weights)).requires_grad_()
