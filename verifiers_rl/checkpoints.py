@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import logging
-import random
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,11 +28,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, set_seed
 
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.distributed import HostGroup, reduce_over_ranks
@@ -110,7 +108,6 @@ class Checkpoints(TrainerCallback):
         self.run_dir: str | None = None
         self._resumed: str | None = None
         self._saved_step: int | None = None  # of the newest checkpoint of this run
-        self._rng: tuple[int, dict[str, Any]] | None = None  # a step, and the state when it began
 
     # --- The run ----------------------------------------------------------------------------------
 
@@ -118,7 +115,7 @@ class Checkpoints(TrainerCallback):
     def of_run(self, hosts: HostGroup | None, resume: str | None) -> Iterator[None]:
         """Enter this around a run from the checkpoint `resume`, or from the start."""
         self._hosts, self._resumed, self._is_running = hosts, resume, True
-        self._saved_step, self._rng, self.can_repeat_step = None, None, True
+        self._saved_step, self.can_repeat_step = None, True
         # A step that was broken off in this process has left it at False, and FSDP2 would not load
         # the optimizer.
         self._trainer.accelerator.gradient_state._set_sync_gradients(True)
@@ -140,7 +137,7 @@ class Checkpoints(TrainerCallback):
                 part.load_state_dict(states[name])
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._rng = (state.global_step, rng_state())
+        seed_step(args, state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.can_repeat_step = True
@@ -183,8 +180,6 @@ class Checkpoints(TrainerCallback):
         if step not in (0, self._saved_step):
             trainer.evaluations.log_ended()
             if trainer.args.save_strategy != "no" and self.can_repeat_step:
-                if self._rng is not None and self._rng[0] == step:
-                    set_rng_state(self._rng[1])  # the step that is broken off will be repeated
                 self.save(partial(Trainer._save_checkpoint, trainer, trainer.model, trial=None))
                 trainer.control = trainer.callback_handler.on_save(
                     trainer.args, trainer.state, trainer.control
@@ -361,23 +356,11 @@ def check_final(policy: Any, args: RLConfig) -> None:
         raise ConfigError(f"save_final={args.save_final!r}: {error}") from error
 
 
-def rng_state() -> dict[str, Any]:
-    """Return the state of the generators that Trainer saves with a checkpoint."""
-    state = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "cpu": torch.get_rng_state(),
-    }
-    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
-
-
-def set_rng_state(state: dict[str, Any]) -> None:
-    """Set the generators to what `rng_state` has returned."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
+def seed_step(args: Any, step: int) -> None:
+    """Let all random numbers of a step, such as those of an adapter's dropout, follow from the seed
+    and the step's number. So a step that is repeated has them again.
+    """
+    set_seed((args.seed + step) % 2**32)
 
 
 # --- The final model, plain and on the hub --------------------------------------------------------
@@ -444,7 +427,6 @@ class SavingTrainer(Trainer):
 
     checkpoints: Checkpoints
     args: Any
-    _env: Any  # the environment, as passed to `RLTrainer`
 
     def _get_output_dir(self, trial: Any) -> str:
         return self.checkpoints.run_dir or super()._get_output_dir(trial)
@@ -458,7 +440,7 @@ class SavingTrainer(Trainer):
             self.args.hub_token = token
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write README.md into output_dir: of what, on what and how far the model was trained.
+        """Write README.md into output_dir: of what and how far the model was trained.
 
         Trainer's own card says of every run that the dataset is unknown, and names a local folder
         as a base model, which the hub refuses.
@@ -482,7 +464,6 @@ class SavingTrainer(Trainer):
             f"{self.args.METHOD} with verifiers_rl {version('verifiers_rl')}.",
             "",
             f"- {self.state.global_step} steps with a batch size of {self.args.batch_size}",
-            *(f"- Environment: {name}" for name in environment_names(self._env)),
         ]
         if (folder / METRICS).is_file():
             lines += [f"- {line}" for line in summary(folder / METRICS).splitlines()]
@@ -523,14 +504,3 @@ class SavingTrainer(Trainer):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Do nothing: the final model alone is uploaded."""
-
-
-def environment_names(env: Any) -> list[str]:
-    """Return the name or id of each environment, or of its class if it has none."""
-    if env is None:
-        return []
-    if isinstance(env, list | tuple):
-        return [name for one in env for name in environment_names(one)]
-    taskset = getattr(getattr(env, "config", None), "taskset", None)
-    known = (getattr(env, "name", None), getattr(taskset, "id", None), getattr(env, "env_id", None))
-    return [next(filter(None, known), env if isinstance(env, str) else type(env).__name__)]

@@ -47,12 +47,12 @@ from verifiers_rl.option_rules import (
     checked_as,
     checkers,
     did_you_mean,
+    load_user_code,
     must,
     one_of,
     problem_of,
 )
 from verifiers_rl.types import LOAD_S, MAX_MASK
-from verifiers_rl.user_code import UserCodeError, load_user_code
 
 DEFAULT_MASK = 256  # top_k where a sampling mask needs one
 # Options that one environment may have for itself. Not the temperature: the trainer computes all
@@ -756,10 +756,7 @@ class RLConfig(TrainingArguments):
                     f"of advantage={self.advantage!r} is taken over a group"
                 )
             return of_rewards(ADVANTAGES[self.advantage])
-        try:
-            return load_user_code(self.advantage, "advantage")
-        except UserCodeError as error:
-            raise ConfigError(str(error)) from error
+        return load_user_code(self.advantage, "advantage")
 
     def make_filter(self) -> GroupFilter:
         """Return the filter that `group_filter` describes.

@@ -12,19 +12,23 @@ what is learned changes. A loss that breaks its contract draws a warning, and tr
 from __future__ import annotations
 
 import logging
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import wraps
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import register_dataclass, tree_map_only
 
-from verifiers_rl.checkpoints import rng_state, set_rng_state
 from verifiers_rl.losses import LossFn, LossInputs, LossOutputs
-from verifiers_rl.packing import map_tensors
 
 logger = logging.getLogger(__name__)
 
+register_dataclass(LossInputs)
 NUM_TRIES = 16  # microbatches that may show nothing, such as one with a single sample
 TOLERANCE = 1e-3  # of a gradient's norm, which rounding does not reach
 MEAN = (
@@ -57,12 +61,11 @@ def checked(loss_fn: LossFn, trainer: Any) -> LossFn:
                 for part in trainer.checkpoints.kept.values()
                 if callable(part)
             ]
-            random = rng_state()
             try:
-                problem = problem_of(loss_fn, inputs)
+                with _random_numbers_kept():
+                    problem = problem_of(loss_fn, inputs)
             except Exception as error:  # of the user's code, which the whole has not raised
                 problem = f"for half of a microbatch it raises {error!r}"
-            set_rng_state(random)
             for part, state in states:
                 part.load_state_dict(state)
             tries_left = problem is None and tries_left - 1
@@ -73,6 +76,18 @@ def checked(loss_fn: LossFn, trainer: Any) -> LossFn:
     return checking
 
 
+@contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+
+
 def problem_of(loss_fn: LossFn, inputs: LossInputs) -> str | None:
     """Return what is wrong with a loss, "" if nothing is, and None if these tokens do not show it,
     because they are of one sample or half of them have no gradient.
@@ -80,7 +95,7 @@ def problem_of(loss_fn: LossFn, inputs: LossInputs) -> str | None:
 
     def gradient(tokens: Tensor, scale: float) -> Tensor:
         """Return the derivatives by logprobs and entropy, (2, tokens)."""
-        part = map_tensors(inputs, lambda values: values.detach()[tokens])
+        part = tree_map_only(Tensor, lambda values: values.detach()[tokens], inputs)
         part.sequence_ids -= part.sequence_ids.min()
         part.weights *= scale
         shift = part.weights.new_zeros(2, len(part.weights)).requires_grad_()

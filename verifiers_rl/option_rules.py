@@ -1,11 +1,13 @@
 """Checks values by their declared types and the rules beside these, with pydantic: the options of
-`RLConfig`, and the keys of a TOML. And the end of an error about an unknown name.
+`RLConfig`, and the keys of a TOML. The end of an error about an unknown name. Functions and classes
+that a user names as "module:name", in an option or in a TOML.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
+import importlib
 import os
 import re
 import typing
@@ -24,8 +26,6 @@ from pydantic import (
     TypeAdapter,
     ValidationError,
 )
-
-from verifiers_rl.user_code import names_user_code
 
 
 class ConfigError(ValueError):
@@ -87,6 +87,40 @@ def _server_url(value: str) -> str:
 
 Algorithm = Literal["rl", "opd", "opsd"]  # how an environment learns
 Url = Annotated[str, AfterValidator(_server_url)]  # of a server; without /v1 behind it
+
+
+def names_user_code(value: str) -> bool:
+    """Return whether this value has the form "module:name"."""
+    return bool(re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value))
+
+
+def load_user_code(value: str, field: str) -> Any:
+    """Import and return what "module:name" names.
+
+    Args:
+        value: its module is installed, or is beside the script that runs or the TOML.
+        field: the option that has this value, for errors.
+
+    Raises:
+        ConfigError: the value has another form, there is no such module, or the module has no
+            callable of this name. An error of the module's own code is raised as it is.
+    """
+    if not names_user_code(value):
+        raise ConfigError(f"{field}={value!r}: must be of the form module:name")
+    module_name, _, name = value.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the missing module is one that this module imports
+        raise ConfigError(
+            f"{field}={value!r}: no module {error.name!r}, neither installed nor beside the TOML "
+            "or the script that runs"
+        ) from error
+    if not callable(found := getattr(module, name, None)):
+        what = "it is not callable" if hasattr(module, name) else f"it has no {name!r}"
+        raise ConfigError(f"{field}={value!r}: in {module.__file__}, {what}")
+    return found
 
 
 def one_of(names: Iterable[str]) -> AfterValidator:

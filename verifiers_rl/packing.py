@@ -26,12 +26,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Literal, NamedTuple, cast
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import register_dataclass, tree_map_only
 
 from verifiers_rl.types import (
     ROUTED_EXPERTS,
@@ -450,21 +451,15 @@ def _join_targets(parts: Sequence[dict[str, np.ndarray]]) -> Targets:
     return Targets(**own, extras=tensors)
 
 
-def map_tensors(part: Any, function: Any) -> Any:
-    """Return a dataclass, a dict or a tensor with what this function makes of each tensor."""
-    if isinstance(part, Tensor):
-        return function(part)
-    if isinstance(part, dict):
-        return {name: map_tensors(value, function) for name, value in part.items()}
-    if is_dataclass(part):
-        own = {field.name: getattr(part, field.name) for field in fields(part)}
-        return cast(Any, type(part))(**map_tensors(own, function))
-    return part
+register_dataclass(Targets)
+register_dataclass(Microbatch)
 
 
 def copy_to(part: Any, device: torch.device) -> Any:
     """Copy all tensors of a microbatch. From pinned memory, so the host does not wait for it."""
     is_cuda = device.type == "cuda"
-    return map_tensors(
-        part, lambda t: (t.pin_memory() if is_cuda else t).to(device, non_blocking=True)
-    )
+
+    def copy(tensor: Tensor) -> Tensor:
+        return (tensor.pin_memory() if is_cuda else tensor).to(device, non_blocking=True)
+
+    return tree_map_only(Tensor, copy, part)

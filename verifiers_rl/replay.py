@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from verifiers_rl.advantages import AdvantageFn, set_advantages
-from verifiers_rl.checkpoints import rng_state, set_rng_state
+from verifiers_rl.checkpoints import seed_step
 from verifiers_rl.cli.config import load_run_config, make_importable
 from verifiers_rl.cli.errors import fail
 from verifiers_rl.cli.resolved import RESOLVED
@@ -200,9 +200,9 @@ def replay_step(trainer: Any, batch: Batch, checkpoint: str | None) -> Outcome:
     metrics, gradients, seen = list[dict[str, float]](), list[Tensor](), list[Tensor]()
 
     def training_step(model: Any, *args: Any) -> None:
-        trained, rng = [p for p in model.parameters() if p.requires_grad], rng_state()
+        trained = [p for p in model.parameters() if p.requires_grad]
         for _ in ("before", "after"):
-            set_rng_state(rng)  # of an adapter's dropout
+            seed_step(trainer.args, trainer.state.global_step)  # for an adapter's dropout
             means = TokenMeans()
             loss = trainer.train_on(model, batch, means).item()
             metrics.append({"loss": loss, **means.reduce(batch.num_loss_tokens, 1)})

@@ -151,7 +151,7 @@ class RLTrainer(SavingTrainer):
         trainer_kwargs["eval_dataset"] = []
         super().__init__(policy, args, processing_class=processing_class, **trainer_kwargs)
         self.batch: Batch | None = None  # that is being trained on
-        self._env, self._is_serving = env, False
+        self._is_serving = False
         self._counts, self._metrics = StepCounts(), dict[str, float]()  # of the step
         # The KL penalty's reference, copied before the model is prepared for training. With LoRA it
         # is the model without its adapter.

@@ -105,18 +105,20 @@ from verifiers_rl.cli.leaves import load_leaf
 from verifiers_rl.inference.checkpoint import model_error
 from verifiers_rl.option_rules import (
     STRICT,
+    ConfigError,
     NotNegativeInt,
     PositiveInt,
     PositiveNumber,
     Text,
     Texts,
     checkers,
+    load_user_code,
     must,
+    names_user_code,
     of_type,
     problem_of,
 )
 from verifiers_rl.process.secret_names import set_secrets
-from verifiers_rl.user_code import UserCodeError, load_user_code, names_user_code
 
 _Made = TypeVar("_Made")
 __all__ = ["EnvTable", "RunConfig", "TomlError", "load_run_config"]  # TomlError is of layers
@@ -417,7 +419,7 @@ class TrainConfig(Table):
         at = ("trainer", "class")
         try:
             found = load_user_code(self.trainer.class_, "class")
-        except UserCodeError as error:
+        except ConfigError as error:
             raise TomlError(f"{self.layers.place(*at)} {error}") from error
         if not (isinstance(found, type) and issubclass(found, Trainer)):
             raise self.layers.error(
