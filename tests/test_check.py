@@ -1,6 +1,5 @@
 """`vf-rl --check`: two small steps of a run."""
 
-import argparse
 import json
 import tempfile
 from pathlib import Path
@@ -29,9 +28,8 @@ def check_with(tmp_path, monkeypatch):
         )
         seen = {}
 
-        def run(config, options):
+        def run(config):
             seen.update(config.make_args(use_cpu=True, bf16=False).to_dict())
-            assert options.no_tmux
             Path(seen["output_dir"], "logs").mkdir()
             Path(seen["output_dir"], "logs", "inference.log").write_text("of the server")
             rows = [{"step": n, "mismatch_kl": kl} for n, kl in enumerate(mismatches, 1)]
@@ -39,8 +37,7 @@ def check_with(tmp_path, monkeypatch):
             Path(seen["output_dir"], "metrics.jsonl").write_text(text)
             return status
 
-        options = argparse.Namespace(resume=False)
-        return check(load_run_config(path), options, run), seen
+        return check(load_run_config(path), run), seen
 
     return check_with
 

@@ -96,9 +96,8 @@ def machines_of(tmp_path, monkeypatch):
 
     def machines_of(text, num_machines=1):
         config = load_run_config(read_toml(tmp_path, text))
-        options = SimpleNamespace(resume=False, overwrite=False)
         plans = plan_servers(config)
-        found = ray_engine.RayMachines(ray, config, plans, options, num_machines)
+        found = ray_engine.RayMachines(ray, config, plans, num_machines)
         return found, plans, groups
 
     return machines_of

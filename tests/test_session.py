@@ -16,16 +16,16 @@ from tests.helpers import ROOT
 from verifiers_rl.cli import session
 
 CONFIG = make_config("inference.gpus = 0")
-OPTIONS = SimpleNamespace(session="qwen3-0.6b", resume=True, overwrite=False)
 
 
 def run_in_tmux(folder):
-    return session.run_in_tmux(CONFIG, OPTIONS, folder, [SimpleNamespace(name="inference")])
+    return session.run_in_tmux(CONFIG, "qwen3-0.6b", folder, [SimpleNamespace(name="inference")])
 
 
 def test_the_command_in_a_session_is_the_run_itself():
-    words = session.command_in_session(CONFIG, OPTIONS)[2:]
-    assert words == ["verifiers_rl.cli.rl", "@", "/a/rl.toml", "--no-tmux", "--resume"]
+    config = make_config("trainer.args.resume_from_checkpoint = true")
+    words = session.command_in_session(config)[2:]
+    assert words == ["verifiers_rl.cli.rl", "@", "/a/rl.toml", "--resume", "--no-tmux"]
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,8 @@ from verifiers_rl.cli import session
 
 code, folder = sys.argv[1:]
 session.command_in_session = lambda *_: [sys.executable, "-c", code, folder]
-options, plans = SimpleNamespace(session="qwen3-0.6b"), [SimpleNamespace(name="inference")]
-sys.exit(session.run_in_tmux(make_config("inference.gpus = 0"), options, Path(folder), plans))
+plans = [SimpleNamespace(name="inference")]
+sys.exit(session.run_in_tmux(make_config("inference.gpus = 0"), "qwen3-0.6b", Path(folder), plans))
 """
 
 

@@ -8,7 +8,6 @@ no file is left behind, except the servers' logs if the check failed.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -22,21 +21,17 @@ NUM_GROUPS = 2  # in a step
 NUM_STEPS = 2  # the second is sampled from weights that the first has pushed
 
 
-def check(
-    config: RunConfig,
-    options: argparse.Namespace,
-    run: Callable[[RunConfig, argparse.Namespace], int],
-) -> int:
+def check(config: RunConfig, run: Callable[[RunConfig], int]) -> int:
     """Return the exit status: 0 if all is ok, else 1.
 
     Args:
-        run: runs a configuration; see `rl.run_here`.
+        run: runs a configuration; see `rl.run_anywhere`.
 
     Raises:
         TomlError, RunFolderError: the run cannot begin.
     """
     args = check_trainer_options(config)
-    check_start(config, args, options.resume)
+    check_start(config, args)
     target = Path(args.output_dir).absolute()
     beside = next(path for path in target.parents if path.exists())
     # Where the run's own folder will be, because there is room for a model.
@@ -50,11 +45,13 @@ def check(
             "logging_steps": 1,
             "report_to": "none",
             "push_to_hub": False,
+            "resume_from_checkpoint": None,
+            "overwrite_output_dir": False,
         }
         config.trainer.args |= small
         # For children that read the files, because these have secrets.
         config.layers.words += [f"--trainer.args.{name}={value}" for name, value in small.items()]
-        status = run(config, argparse.Namespace(resume=False, overwrite=False, no_tmux=True))
+        status = run(config)
         problem = problem_of(Path(folder, "metrics.jsonl")) if status == 0 else f"status {status}"
         if problem:
             logs, kept = Path(folder, LOGS), tempfile.mkdtemp(prefix="vf-rl-check-")

@@ -326,7 +326,7 @@ def check_trainer_options(config: TrainConfig) -> Any:
     return config.make_args(use_cpu=True, bf16=False)
 
 
-def check_start(config: TrainConfig, args: Any, resume: bool) -> None:
+def check_start(config: TrainConfig, args: Any) -> None:
     """Look at what a run with these options writes to.
 
     Raises:
@@ -335,7 +335,7 @@ def check_start(config: TrainConfig, args: Any, resume: bool) -> None:
     """
     prepare_run_folder(
         args.output_dir,
-        resume=resume or args.resume_from_checkpoint,
+        resume=args.resume_from_checkpoint,
         overwrite=args.overwrite_output_dir,
         max_steps=args.max_steps,
     )

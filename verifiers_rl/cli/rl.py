@@ -22,8 +22,8 @@ from verifiers_rl.cli.config import (
     RunConfig,
     TomlError,
     add_run_options,
-    folder_words,
     parse_command_line,
+    words_of,
 )
 from verifiers_rl.cli.ending import end_with
 from verifiers_rl.cli.errors import fail
@@ -107,48 +107,41 @@ def run() -> int:
         return eject(Path(parser.parse_args().eject))
     options, config = parse_command_line(parser, sys.argv[1:])
     if options.dry_run:
-        dry_run(config, options.resume)
+        dry_run(config)
         return show_gpus(config)
     if options.check:
         from verifiers_rl.cli.check import check
 
-        return check(config, options, run_anywhere)
-    return run_anywhere(config, options)
+        return check(config, run_anywhere)
+    has_tmux = sys.stdout.isatty() and shutil.which("tmux") and not options.no_tmux
+    return run_anywhere(config, options.session if has_tmux else None)
 
 
-def run_anywhere(config: RunConfig, options: argparse.Namespace) -> int:
+def run_anywhere(config: RunConfig, session: str | None = None) -> int:
     """Run on this machine, or on several. Returns the exit status.
+
+    Args:
+        session: name of a session of tmux for the run; without one, it runs here.
 
     Raises:
         TomlError, RunFolderError: the run cannot begin.
     """
     if is_on_several(config):
         machines = load_leaf("cluster.machines", "a run on several machines")
-        if (status := machines.run_on_machines(config, options)) is not None:
+        if (status := machines.run_on_machines(config)) is not None:
             return status
-    return run_here(config, options)
-
-
-def run_here(config: RunConfig, options: argparse.Namespace) -> int:
-    """Check everything that can be wrong, then start the run. Returns the exit status.
-
-    Raises:
-        TomlError, RunFolderError: the run cannot begin.
-    """
+    # Everything that can be wrong is checked, then the run starts.
     args = check_trainer_options(config)
-    check_start(config, args, options.resume)
+    check_start(config, args)
     split_gpus(config)
     plans = plan_servers(config)
     share_gpu(config, plans)
     folder = Path(args.output_dir).absolute()
-
-    def trainer() -> list[str]:
-        return trainer_command(config, [*config.layers.words, *folder_words(options)])
-
+    trainer = lambda: trainer_command(config, words_of(config))  # noqa: E731
     here = ThisMachine(config, plans, folder / LOGS, trainer)
-    if sys.stdout.isatty() and shutil.which("tmux") and not options.no_tmux:
+    if session is not None:
         here.close()  # the vf-rl in the session has its own
-        return run_in_tmux(config, options, folder, plans)
+        return run_in_tmux(config, session, folder, plans)
     write_resolved(config, args.output_dir)
     return supervise(config, plans, here)
 

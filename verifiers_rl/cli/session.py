@@ -4,7 +4,6 @@ when the run has ended, until somebody presses Enter there.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
@@ -13,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from verifiers_rl.cli.config import RunConfig, folder_words
+from verifiers_rl.cli.config import RunConfig, words_of
 from verifiers_rl.cli.errors import fail
 from verifiers_rl.cli.plan import ServerPlan
 from verifiers_rl.cli.supervise import LOGS
@@ -29,9 +28,7 @@ def session_name(wanted: str) -> str:
     return name
 
 
-def run_in_tmux(
-    config: RunConfig, options: argparse.Namespace, folder: Path, plans: Sequence[ServerPlan]
-) -> int:
+def run_in_tmux(config: RunConfig, wanted: str, folder: Path, plans: Sequence[ServerPlan]) -> int:
     """Start the run in a session and show it. Every command is an argument list: tmux runs it
     without a shell. Returns the exit status of tmux.
 
@@ -39,10 +36,11 @@ def run_in_tmux(
     therefore is in no command, where all users of this machine could read it.
 
     Args:
+        wanted: the session's name.
         folder: the output_dir, absolute.
         plans: of the servers.
     """
-    session = session_name(options.session)
+    session = session_name(wanted)
     tmux = ["tmux", "-L", session]
     if run(*tmux, "has-session") == 0:
         fail(
@@ -52,7 +50,7 @@ def run_in_tmux(
     stays = ["start-server", ";", "set-option", "-g", "remain-on-exit", "on", ";"]
     width, height = map(str, shutil.get_terminal_size())
     new = ["new-session", "-d", "-s", session, "-x", width, "-y", height, "--"]
-    if run(*tmux, *stays, *new, *command_in_session(config, options)) != 0:
+    if run(*tmux, *stays, *new, *command_in_session(config)) != 0:
         fail("tmux started no session; start with --no-tmux")
     if logs := [f"{folder}/{LOGS}/{plan.name}.log" for plan in plans]:  # where there is room
         run(*tmux, "split-window", "-d", "-b", "-l", "30%", "--", "tail", "-F", *logs)
@@ -75,9 +73,8 @@ def run_in_tmux(
     return 0 if "TMUX" in os.environ else subprocess.call([*tmux, "attach-session"])
 
 
-def command_in_session(config: RunConfig, options: argparse.Namespace) -> list[str]:
-    me = [sys.executable, "-m", "verifiers_rl.cli.rl", *config.layers.words]
-    return [*me, "--no-tmux", *folder_words(options)]
+def command_in_session(config: RunConfig) -> list[str]:
+    return [sys.executable, "-m", "verifiers_rl.cli.rl", *words_of(config), "--no-tmux"]
 
 
 def run(*words: str) -> int:

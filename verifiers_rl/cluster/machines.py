@@ -10,7 +10,6 @@ What a machine has started of Ray ends with its `vf-rl`, however that ends.
 
 from __future__ import annotations
 
-import argparse
 import hmac
 import math
 import os
@@ -122,7 +121,7 @@ def machine_of(config: RunConfig) -> Machine | None:
     return machine
 
 
-def run_on_machines(config: RunConfig, options: argparse.Namespace) -> int | None:
+def run_on_machines(config: RunConfig) -> int | None:
     """Run on a Ray cluster, or do this machine's part of such a run; return the run's exit status.
     None: the configuration is of a run on this machine alone.
 
@@ -130,7 +129,7 @@ def run_on_machines(config: RunConfig, options: argparse.Namespace) -> int | Non
         TomlError: see `machine_of`, `find_head` and `ray_engine.run_on_ray`.
     """
     if (machine := machine_of(config)) is None:
-        return run_on_ray(config, options) if config.cluster.address else None
+        return run_on_ray(config) if config.cluster.address else None
     timeout_s = config.option("vllm_server_timeout")
     address = find_head(machine)
     # Ray's own ports ask for this token. Our token itself stays with our processes.
@@ -148,7 +147,7 @@ def run_on_machines(config: RunConfig, options: argparse.Namespace) -> int | Non
             head = start_ray([*words, "--include-dashboard", "false"], Path(folder))
             try:
                 wait_until_started(head, where, timeout_s)
-                return run_on_ray(config, options, machine.size, tell_others)
+                return run_on_ray(config, machine.size, tell_others)
             finally:
                 head.stop()
         except ChildError as error:

@@ -111,7 +111,6 @@ def generate(argv: list[str]) -> int:
     )
     parser.add_argument("--api-key-var", help="variable with the key of --endpoint; default: none")
     parser.add_argument("-o", "--output", type=Path, required=True, help="a new .jsonl file")
-    parser.set_defaults(overwrite=False)
     options, config = parse_command_line(parser, argv)
     try:
         _check(options)
