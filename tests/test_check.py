@@ -9,7 +9,7 @@ import pytest
 from tests.conftest import processes_of
 from tests.helpers import make_tiny_model, run_python
 from tests.test_e2e_train import write_run
-from verifiers_rl.cli.check import check
+from verifiers_rl.cli import rl
 from verifiers_rl.cli.config import load_run_config
 
 
@@ -37,7 +37,8 @@ def check_with(tmp_path, monkeypatch):
             Path(seen["output_dir"], "metrics.jsonl").write_text(text)
             return status
 
-        return check(load_run_config(path), run), seen
+        monkeypatch.setattr(rl, "run_anywhere", run)
+        return rl.check(load_run_config(path)), seen
 
     return check_with
 

@@ -96,12 +96,12 @@ from verifiers_rl.cli.layers import (
     TomlError,
     find,
     is_tables,
+    load_leaf,
     nearest_hint,
     overrides_of,
     read_env_files,
     read_file,
 )
-from verifiers_rl.cli.leaves import load_leaf
 from verifiers_rl.inference.checkpoint import model_error
 from verifiers_rl.option_rules import (
     STRICT,

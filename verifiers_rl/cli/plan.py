@@ -48,8 +48,7 @@ class ServerPlan:
     """A `vf-vllm` that the run starts: a server of the policy, or of a teacher.
 
     Attributes:
-        name: of its process, and of its log.
-        what: what messages call it.
+        name: of its process, and of its log; messages call it so.
         at: its table in the TOML.
         model: that it serves.
         args: its flags, except host and port.
@@ -61,7 +60,6 @@ class ServerPlan:
     """
 
     name: str
-    what: str
     at: tuple[str, ...]
     model: str
     args: dict[str, Any]
@@ -110,20 +108,17 @@ def plan_servers(config: RunConfig) -> list[ServerPlan]:
             env = {"VLLM_BATCH_INVARIANT": os.environ.get("VLLM_BATCH_INVARIANT", "1")}
         host, first = config.option("vllm_server_host"), config.option("vllm_server_port")
         for number in range(count):
-            name, what = "inference", "the server"
-            if count > 1:
-                name, what = f"inference-{number}", f"server {number}"
+            name = "inference" if count == 1 else f"inference-{number}"
             args, port = policy_flags(config), first + number
             plans.append(
-                ServerPlan(name, what, ("inference",), config.model, args, gpus, host, port, env)
+                ServerPlan(name, ("inference",), config.model, args, gpus, host, port, env)
             )
     for number, table in enumerate(config.teachers):
         if not table.base_url:
             # The longest sample, and one token that vLLM always generates.
             args = {"max_model_len": config.option("max_seq_len") + 1, **table.args}
-            name, what = f"teacher-{table.name}", f"teacher {table.name!r}"
-            at = ("teacher", str(number))
-            plans.append(ServerPlan(name, what, at, table.model, args, table.gpus, is_needed=True))
+            name, at = f"teacher-{table.name}", ("teacher", str(number))
+            plans.append(ServerPlan(name, at, table.model, args, table.gpus, is_needed=True))
     for plan in plans:
         use_all_gpus(config, plan)
     return plans
