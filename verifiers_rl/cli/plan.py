@@ -92,6 +92,18 @@ def server_flags(args: dict[str, Any]) -> list[str]:
     return flags
 
 
+def plan_run(config: RunConfig) -> list[ServerPlan]:
+    """Return the servers of a run on this machine, for as many GPUs as it has.
+
+    Raises:
+        TomlError: see `plan_servers`.
+    """
+    split_gpus(config)
+    plans = plan_servers(config)
+    share_gpu(config, plans)
+    return plans
+
+
 def plan_servers(config: RunConfig) -> list[ServerPlan]:
     """Return the servers that `vf-rl` starts: those of the policy, unless the TOML names some that
     run already, and those of teachers.
@@ -212,9 +224,7 @@ def num_gpus(config: TrainConfig, plans: Sequence[ServerPlan]) -> dict[str, int]
     """Return how many GPUs each server and the "trainer" are to have, in the order in which they
     get them.
     """
-    counts = {plan.name: plan.gpus for plan in plans if not plan.is_needed}
-    counts["trainer"] = config.trainer.gpus
-    return counts | {plan.name: plan.gpus for plan in plans if plan.is_needed}
+    return {plan.name: plan.gpus for plan in plans} | {"trainer": config.trainer.gpus}
 
 
 def are_shared(counts: dict[str, int], ids: Sequence[str]) -> bool:
@@ -236,12 +246,7 @@ def share_gpu(config: RunConfig, plans: Sequence[ServerPlan]) -> None:
     # Rollouts and steps take turns, because they would only slow each other down.
     ahead = f"max_off_policy_steps={config.trainer.args.setdefault('max_off_policy_steps', 0)}"
     config.layers.words.append(f"--trainer.args.{ahead}")  # for children that read the files
-    print(
-        "vf-rl: one GPU for the server and the trainer, with "
-        f"gpu_memory_utilization={share}, {ahead}",
-        file=sys.stderr,
-        flush=True,
-    )
+    say(f"one GPU for the server and the trainer, with gpu_memory_utilization={share}, {ahead}")
 
 
 def is_on_several(config: RunConfig) -> bool:
@@ -257,15 +262,13 @@ def show_gpus(config: RunConfig) -> int:
         TomlError: see `plan_servers`.
     """
     if not is_on_several(config):
-        split_gpus(config)
-        plans = plan_servers(config)
-        share_gpu(config, plans)
+        plans = plan_run(config)
         try:
             gpus = assign_gpus(config, plans).items()
             said = ", ".join(f"{name} gets GPU {ids}" for name, ids in gpus if ids) or "all on CPUs"
         except TomlError as error:
             said = f"not on this machine: {error}"
-        print(f"vf-rl: {said}", file=sys.stderr)
+        say(said)
     return 0
 
 
@@ -278,6 +281,10 @@ def gpu_build_of_vllm() -> str | None:
     return None if "cpu" in installed else f"vllm {installed}"
 
 
+def say(text: str) -> None:
+    print(f"vf-rl: {text}", file=sys.stderr, flush=True)
+
+
 def split_gpus(config: RunConfig) -> None:
     """Make as many replicas of the server's GPUs as its flags allow, where the TOML leaves their
     number open: replicas do not wait for each other, and the GPUs of one replica do, several times
@@ -288,11 +295,9 @@ def split_gpus(config: RunConfig) -> None:
     if table.replicas is not None or each < 1 or total <= each or total % each:
         return
     table.replicas, table.gpus = total // each, each
-    print(
-        f"vf-rl: {total} GPUs for inference: {total // each} replicas of {each}. For a model that "
-        "needs more, set tensor_parallel_size in [inference.args]",
-        file=sys.stderr,
-        flush=True,
+    say(
+        f"{total} GPUs for inference: {total // each} replicas of {each}. For a model that "
+        "needs more, set tensor_parallel_size in [inference.args]"
     )
 
 

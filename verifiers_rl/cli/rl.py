@@ -1,7 +1,7 @@
 """`vf-rl @ config.toml [-s SESSION]`: server and trainer together, from one configuration: a TOML,
 or several, under keys of the command line (cli/config.py).
 
-The server gets the first GPUs and the trainer the next ones, or both get the only one. The server's
+The servers get the first GPUs and the trainer the next ones, or both get the only one. The server's
 output goes into the folder `logs` of the run's folder, and the trainer's comes here. In a terminal
 with tmux both are shown in a session of two panes, which continues when the terminal is closed;
 elsewhere the exit status is the trainer's. In both cases one supervisor starts them, restarts the
@@ -37,18 +37,17 @@ from verifiers_rl.cli.plan import (
     check_start,
     check_trainer_options,
     is_on_several,
-    plan_servers,
-    share_gpu,
+    plan_run,
     show_gpus,
-    split_gpus,
     trainer_command,
 )
 from verifiers_rl.cli.resolved import dry_run, write_resolved
 from verifiers_rl.cli.supervise import LOGS, ThisMachine, supervise
-from verifiers_rl.cli.view import look_at_runs
 from verifiers_rl.process.terminal import print_all_characters
 from verifiers_rl.report.run_folder import RunFolderError, read_metrics
 
+# Their modules have `main`, which takes what follows the name.
+COMMANDS = {"view": "cli.view", "replay": "replay", "generate": "sft.generate"}
 NUM_GROUPS = 2  # in a step of a check
 NUM_STEPS = 2  # of a check; the second is sampled from weights that the first has pushed
 USAGE = (
@@ -83,12 +82,8 @@ def run() -> int:
     Raises:
         TomlError, RunFolderError: the run cannot begin.
     """
-    if sys.argv[1:2] == ["view"]:
-        return look_at_runs(sys.argv[2:])
-    if sys.argv[1:2] == ["replay"]:
-        return load_leaf("replay", "vf-rl replay").main(sys.argv[2:])
-    if sys.argv[1:2] == ["generate"]:
-        return load_leaf("sft.generate", "vf-rl generate").generate(sys.argv[2:])
+    if module := COMMANDS.get(name := " ".join(sys.argv[1:2])):
+        return load_leaf(module, f"vf-rl {name}").main(sys.argv[2:])
     parser = argparse.ArgumentParser(prog="vf-rl", usage=USAGE, description=__doc__, **PARSER)
     parser.add_argument("-s", "--session", default="vf-rl", help="name of the tmux session")
     parser.add_argument(
@@ -137,9 +132,7 @@ def run_anywhere(config: RunConfig, session: str | None = None) -> int:
     # Everything that can be wrong is checked, then the run starts.
     args = check_trainer_options(config)
     check_start(config, args)
-    split_gpus(config)
-    plans = plan_servers(config)
-    share_gpu(config, plans)
+    plans = plan_run(config)
     folder = Path(args.output_dir).absolute()
     trainer = lambda: trainer_command(config, words_of(config))  # noqa: E731
     here = ThisMachine(config, plans, folder / LOGS, trainer)

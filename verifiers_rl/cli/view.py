@@ -13,7 +13,7 @@ from verifiers_rl.cli.errors import fail
 from verifiers_rl.cli.layers import load_leaf
 
 
-def look_at_runs(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Serve or write the page. Returns the exit status.
 
     Args:

@@ -89,7 +89,7 @@ class Endpoint(NamedTuple):
     is_vllm: bool = False
 
 
-def generate(argv: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Check everything that can be wrong, then generate. Returns the exit status.
 
     Raises:
