@@ -35,7 +35,6 @@ from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, Infer
 from verifiers_rl.inference.port import (
     RESERVED_VARIABLE,
     PortError,
-    reserve_free_port,
     reserve_port,
 )
 from verifiers_rl.process.interrupts import Interrupted, handle_signals
@@ -195,10 +194,7 @@ class ThisMachine:
         with ExitStack() as reserved:
             for plan in plans:
                 try:
-                    if plan.port:
-                        reservation = reserve_port(plan.host, plan.port)
-                    else:
-                        plan.port, reservation = reserve_free_port(plan.host)
+                    plan.port, reservation = reserve_port(plan.host, plan.port)
                 except PortError as error:
                     option = "vllm_server_port in [trainer.args]"
                     raise TomlError(str(error).replace("--port", option)) from error
