@@ -1,5 +1,6 @@
 """Processes of a run, here and behind actors of Ray: one contract."""
 
+import os
 import signal
 
 import pytest
@@ -123,7 +124,7 @@ def test_a_child_ends_with_its_parent(tmp_path):
     pid = tmp_path / "pid"
     child = LocalChild("parent", ["-c", parent, code, str(pid)], {})
     wait_until(lambda: pid.exists() and pid.read_text())
-    child.signal(signal.SIGKILL)
+    os.kill(child.pid, signal.SIGKILL)
     wait_until(lambda: not is_running(int(pid.read_text())))
     child.stop()
 
