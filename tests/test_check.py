@@ -1,6 +1,5 @@
 """`vf-rl --check`: two small steps of a run."""
 
-import argparse
 import tempfile
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 from tests.conftest import processes_of
 from tests.helpers import make_tiny_model, run_python
 from tests.test_e2e_train import write_run
-from verifiers_rl.cli.check import check
+from verifiers_rl.cli import rl
 from verifiers_rl.cli.config import load_run_config
 from verifiers_rl.report.run_folder import write_metrics
 
@@ -29,17 +28,16 @@ def check_with(tmp_path, monkeypatch):
         )
         seen = {}
 
-        def run(config, options):
+        def run(config):
             seen.update(config.make_args(use_cpu=True, bf16=False).to_dict())
-            assert options.no_tmux
             Path(seen["output_dir"], "logs").mkdir()
             Path(seen["output_dir"], "logs", "inference.log").write_text("of the server")
             rows = [{"step": n, "mismatch_kl": kl} for n, kl in enumerate(mismatches, 1)]
             write_metrics(Path(seen["output_dir"], "metrics.jsonl"), rows)
             return status
 
-        options = argparse.Namespace(resume=False)
-        return check(load_run_config(path), options, run), seen
+        monkeypatch.setattr(rl, "run_anywhere", run)
+        return rl.check(load_run_config(path)), seen
 
     return check_with
 

@@ -217,7 +217,7 @@ def test_a_bad_flag_of_vllm_and_a_taken_port_are_one_line(vf_vllm, model_folder)
     line = "vf-vllm: error: unrecognized arguments: --max-modle-len"
     assert (bad.returncode, bad.stderr.splitlines()[-1]) == (2, line)
     assert "usage:" not in bad.stderr
-    with reserve_port("127.0.0.1", port):
+    with reserve_port("127.0.0.1", port)[1]:
         taken = vf_vllm(*words)
     message = f"vf-vllm: cannot listen on 127.0.0.1:{port}: another vf-rl or vf-vllm has reserved"
     assert taken.returncode == 1 and taken.stderr.splitlines()[-1].startswith(message)
@@ -237,7 +237,9 @@ ON_A_CPU = "[inference]\ngpus = 0\n[trainer]\ngpus = 0\n[trainer.args]\n"
 @pytest.mark.parametrize("how", ["listens", "reserves"])
 def test_a_port_in_use_is_one_clear_error(write_toml, error_of, how):
     port = free_port()
-    with socket.create_server(("127.0.0.1", port)) if how == "listens" else reserve_port("", port):
+    with (
+        socket.create_server(("127.0.0.1", port)) if how == "listens" else reserve_port("", port)[1]
+    ):
         toml = write_toml(f'[env]\nid = "e"\n{ON_A_CPU}vllm_server_port = {port}\n')
         said = error_of(rl, "@", toml)  # "e" is no environment: the port comes first
     reason = "Address already in use" if how == "listens" else "another vf-rl or vf-vllm has"

@@ -372,7 +372,7 @@ def test_vf_rl_starts_a_killed_server_again_beside_a_teacher_and_training_goes_o
         lines = processes_of(tmp_path)
         servers = [pid for pid in lines if "-m verifiers_rl.inference.server" in lines[pid]]
         server, _ = sorted(servers, key=lambda pid: "--max-model-len 65" in lines[pid])
-        (where,) = re.findall(r"starting teacher 'same' on (\S+),", run.said())
+        (where,) = re.findall(r"starting teacher-same on (\S+),", run.said())
         status = f"http://{where}/weight_sync/status"
         assert httpx.get(status, trust_env=False).status_code == 401
         trainer = next(pid for pid, line in lines.items() if "verifiers_rl.cli.train" in line)
@@ -381,7 +381,7 @@ def test_vf_rl_starts_a_killed_server_again_beside_a_teacher_and_training_goes_o
         assert not any(key in line for line in lines.values())
         os.kill(server, signal.SIGKILL)
         assert run.process.wait(300) == 0, run.said()
-    assert "the server ended with status 137; starting it again in 1 s" in run.said()
+    assert "inference ended with status 137; starting it again in 1 s" in run.said()
     rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "reward" in row]
     # Every step once, and what was sampled again was sampled by the newest weights.
     assert [row["step"] for row in rows] == list(range(1, 13))
@@ -491,10 +491,10 @@ def test_a_run_on_a_shared_device_goes_on_when_either_side_is_killed_in_a_phase(
         [sys.executable, *words], {**os.environ, **variables}, tmp_path / "output.log"
     ) as run:
         assert run.process.wait(900) == 128 + signal.SIGKILL, run.said()[-6000:]
-    assert run.said().count("the server ended with status 137; starting it again in 1 s") == 3
+    assert run.said().count("inference ended with status 137; starting it again in 1 s") == 3
     assert processes_of(tmp_path) == {}  # the server that slept has ended, too
     done = run_python(*words, "--resume", **variables)
-    assert "the server ended" not in done.stdout
+    assert "inference ended" not in done.stdout
     assert (tmp_path / "turns").read_text().splitlines() == [
         "pushed 0", "killed falling asleep",
         "pushed 1", "asleep", "killed asleep",

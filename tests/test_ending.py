@@ -40,7 +40,7 @@ def test_an_interrupted_vf_train_says_so_once_and_has_the_signals_status(
             # As verifiers' classic environments do.
             signal.signal(number, lambda *_: sys.exit("the environment's own handler"))
 
-        def train(self, resume_from_checkpoint):
+        def train(self):
             interrupt_at("before its handlers")
             raise Interrupted(number)
 

@@ -212,6 +212,9 @@ def test_layers_of_both_layouts_compose_and_the_later_one_wins(compose):
     assert (config.inference.gpus, config.trainer.args["batch_size"]) == (0, 64)
     assert config.trainer.args["temperature"] == 0.9
     assert compose(second, FLAT).trainer.args["batch_size"] == 256
+    # In one file too.
+    both = compose(FLAT + second.replace("batch_size = 64", "seed = 7"))
+    assert (both.trainer.gpus, both.trainer.args) == (0, {**compose(FLAT).trainer.args, "seed": 7})
     words = "--sampling.temperature 0.5 --max_steps 3 --trainer.args.batch_size 32 --env.1.weight 4"
     # Of two keys for one option on the command line, the last.
     words += " --env.2.eval_examples 7 --seq_len 1 --trainer.args.max_seq_len 5"

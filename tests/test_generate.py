@@ -25,7 +25,6 @@ from verifiers_rl.sft.conversations import Tokenization, read_dataset
 from verifiers_rl.sft.generate import (
     Endpoint,
     GenerationError,
-    generate,
     make_one_server,
     make_players,
     sampling_of,
@@ -70,7 +69,7 @@ def test_rollouts_of_any_endpoint_become_data(rl_toml, tmp_path, capsys, monkeyp
         monkeypatch.setenv("MY_KEY", "secret")
         words = f"-n 2 --min-reward 1 --endpoint {url}/v1 m --api-key-var MY_KEY -o data/new.jsonl "
         words += "--trainer.args.max_concurrent 1 --trainer.args.chat_template_kwargs.effort low"
-        assert generate(["@", str(rl_toml), *words.split()]) == 0
+        assert module.main(["@", str(rl_toml), *words.split()]) == 0
     rows = [json.loads(line) for line in (tmp_path / "data" / "new.jsonl").read_text().splitlines()]
     assert len(asked) == 6 and len(rows) == 2
     body, authorization = asked[0]
@@ -101,7 +100,7 @@ def test_an_endpoint_that_refuses_all_requests_is_named_and_fails(
 
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     with in_thread(serving(refuse)) as url, pytest.raises(SystemExit) as ended:
-        generate(["@", str(rl_toml), "--endpoint", f"{url}/v1", "m", "-o", "new.jsonl"])
+        module.main(["@", str(rl_toml), "--endpoint", f"{url}/v1", "m", "-o", "new.jsonl"])
     assert ended.value.code == 1 and not (tmp_path / "new.jsonl").exists()
     error = capsys.readouterr().err
     assert "no rollout succeeded" in error and "no such key" in error
@@ -123,7 +122,7 @@ def test_an_endpoint_that_refuses_all_requests_is_named_and_fails(
 )
 def test_an_option_of_generate_that_cannot_work_is_named(rl_toml, capsys, words, problem):
     with pytest.raises(SystemExit) as ended:
-        generate(["@", str(rl_toml), *words.split()])
+        module.main(["@", str(rl_toml), *words.split()])
     assert ended.value.code == 1 and problem in capsys.readouterr().err
 
 
@@ -290,7 +289,7 @@ def test_it_runs_beside_a_server_in_place_of_a_trainer_and_ends_with_it(
     monkeypatch.setattr(supervise_module, "LocalChild", child)
     port = free_port()
     words = ["@", str(rl_toml), "-o", "new.jsonl", "--inference.gpus", "0"]
-    assert generate([*words, "--trainer.args.vllm_server_port", str(port)]) == 0
+    assert module.main([*words, "--trainer.args.vllm_server_port", str(port)]) == 0
     (plan,) = started
     assert (plan.port, plan.is_needed, plan.max_restarts) == (port, True, 0)
     assert "--enable-lora" not in plan.command("h", 1)

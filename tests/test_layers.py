@@ -16,6 +16,7 @@ from verifiers_rl.cli.config import (
     load_run_config,
     make_importable,
     parse_command_line,
+    words_of,
 )
 from verifiers_rl.cli.layers import TomlError
 from verifiers_rl.cli.plan import check_trainer_options
@@ -230,11 +231,11 @@ def test_words_are_files_behind_an_at_sign_options_of_the_program_or_keys_in_any
         *("--resume", "--trainer.args.run_name=a b", "@", str(first), "--sampling.stop", "c d"),
         *("e", "-s", "name", "--trainer.args.vllm_server_timeout", "-0.5", f"@{second}"),
     )
-    assert (options.resume, options.overwrite, options.session) == (True, False, "name")
+    assert options.session == "name" and config.trainer.args["resume_from_checkpoint"] is True
     assert config.layers.files == [first, second] and config.trainer.gpus == 0
     given = {"run_name": "a b", "stop": ["c d", "e"], "vllm_server_timeout": -0.5}
     assert given.items() <= config.trainer.args.items()
-    _, again = parse(*config.layers.words)  # as processes of the run are given them
+    _, again = parse(*words_of(config))  # as processes of the run are given them
     assert again == config
     with pytest.raises(TomlError, match=r"give one as `@ config.toml`"):
         parse("--resume")

@@ -53,18 +53,18 @@ def flags_of(config, name="inference"):
     return " ".join(found.command("h", 7))
 
 
-def test_servers_get_the_first_gpus_the_trainer_the_next_and_teachers_the_last(monkeypatch):
+def test_servers_get_the_first_gpus_in_their_order_and_the_trainer_the_next(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3, 4,5,6,7,8")
     config = make_config("inference.replicas = 2\ntrainer.gpus = 2", TEACHERS)
     assert plan.assign_gpus(config, plan_servers(config)) == {
-        "inference-0": "2", "inference-1": "3", "trainer": "4,5", "teacher-big": "6,7",
-        "teacher-old": "8",
+        "inference-0": "2", "inference-1": "3", "teacher-big": "4,5", "teacher-old": "6",
+        "trainer": "7,8",
     }  # fmt: skip
     config.inference.gpus = 2
     with pytest.raises(
         TomlError,
-        match=r"9 GPUs are asked for \(inference-0 2, inference-1 2, trainer 2, teacher-big 2, "
-        r"teacher-old 1\), 7 are visible",
+        match=r"9 GPUs are asked for \(inference-0 2, inference-1 2, teacher-big 2, "
+        r"teacher-old 1, trainer 2\), 7 are visible",
     ):
         plan.assign_gpus(config, plan_servers(config))
 

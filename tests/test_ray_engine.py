@@ -96,9 +96,8 @@ def machines_of(tmp_path, monkeypatch):
 
     def machines_of(text, num_machines=1):
         config = load_run_config(read_toml(tmp_path, text))
-        options = SimpleNamespace(resume=False, overwrite=False)
         plans = plan_servers(config)
-        found = ray_engine.RayMachines(ray, config, plans, options, num_machines)
+        found = ray_engine.RayMachines(ray, config, plans, num_machines)
         return found, plans, groups
 
     return machines_of
@@ -135,7 +134,7 @@ def test_processes_get_their_gpus_and_variables_and_ranks_meet_at_the_first(mach
 def test_a_server_that_starts_elsewhere_joins_through_one_that_answers(machines_of, monkeypatch):
     text = f"inference_nodes = 3\n{GPUS}"
     found, plans, _ = machines_of(text)
-    plans.append(ServerPlan("teacher-big", "it", ("teacher", "0"), "m", {}, 0, is_needed=True))
+    plans.append(ServerPlan("teacher-big", ("teacher", "0"), "m", {}, 0, is_needed=True))
     found.open()
     for plan in reversed(plans):
         found.start_server(plan)

@@ -49,7 +49,6 @@ from verifiers_rl.inference.plugin import SERVER_PID
 from verifiers_rl.inference.port import (
     RESERVED_VARIABLE,
     PortError,
-    reserve_free_port,
     reserve_port,
 )
 from verifiers_rl.inference.server import (
@@ -1171,12 +1170,12 @@ def test_a_reserved_port_is_refused_to_others_and_free_when_its_holder_dies(monk
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection(("127.0.0.1", port), timeout=5)
             monkeypatch.setenv(RESERVED_VARIABLE, str(port))  # by the vf-rl that has started us
-            reserve_port("127.0.0.1", port).close()
+            reserve_port("127.0.0.1", port)[1].close()
             monkeypatch.delenv(RESERVED_VARIABLE)
         finally:
             holder.kill()
-    reserve_port("127.0.0.1", port).close()
-    free, reservation = reserve_free_port("127.0.0.1")
+    reserve_port("127.0.0.1", port)[1].close()
+    free, reservation = reserve_port("127.0.0.1", 0)
     with pytest.raises(PortError, match=f"cannot listen on 127.0.0.1:{free}"):
         reserve_port("127.0.0.1", free)
     reservation.close()

@@ -13,19 +13,19 @@ import pytest
 from tests.configs import make_config
 from tests.conftest import processes_of, wait_until
 from tests.helpers import ROOT
-from verifiers_rl.cli import session
+from verifiers_rl.cli import rl
 
 CONFIG = make_config("inference.gpus = 0")
-OPTIONS = SimpleNamespace(session="qwen3-0.6b", resume=True, overwrite=False)
 
 
 def run_in_tmux(folder):
-    return session.run_in_tmux(CONFIG, OPTIONS, folder, [SimpleNamespace(name="inference")])
+    return rl.run_in_tmux(CONFIG, "qwen3-0.6b", folder, [SimpleNamespace(name="inference")])
 
 
 def test_the_command_in_a_session_is_the_run_itself():
-    words = session.command_in_session(CONFIG, OPTIONS)[2:]
-    assert words == ["verifiers_rl.cli.rl", "@", "/a/rl.toml", "--no-tmux", "--resume"]
+    config = make_config("trainer.args.resume_from_checkpoint = true")
+    words = rl.command_in_session(config)[2:]
+    assert words == ["verifiers_rl.cli.rl", "@", "/a/rl.toml", "--resume", "--no-tmux"]
 
 
 @pytest.mark.parametrize(
@@ -35,9 +35,9 @@ def test_the_command_in_a_session_is_the_run_itself():
 def test_a_session_has_a_name_that_tmux_keeps(wanted, name):
     if name is None:
         with pytest.raises(SystemExit):
-            session.session_name(wanted)
+            rl.session_name(wanted)
     else:
-        assert session.session_name(wanted) == name
+        assert rl.session_name(wanted) == name
 
 
 CODE = """
@@ -58,12 +58,12 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from tests.configs import make_config
-from verifiers_rl.cli import session
+from verifiers_rl.cli import rl
 
 code, folder = sys.argv[1:]
-session.command_in_session = lambda *_: [sys.executable, "-c", code, folder]
-options, plans = SimpleNamespace(session="qwen3-0.6b"), [SimpleNamespace(name="inference")]
-sys.exit(session.run_in_tmux(make_config("inference.gpus = 0"), options, Path(folder), plans))
+rl.command_in_session = lambda *_: [sys.executable, "-c", code, folder]
+plans = [SimpleNamespace(name="inference")]
+sys.exit(rl.run_in_tmux(make_config("inference.gpus = 0"), "qwen3-0.6b", Path(folder), plans))
 """
 
 

@@ -13,8 +13,8 @@ from verifiers_rl.cli.children import Child
 from verifiers_rl.cli.plan import MAX_RESTARTS, SERVERS_VARIABLE, ServerPlan
 from verifiers_rl.cli.supervise import Supervised
 
-SERVER = ServerPlan("inference", "the server", ("inference",), "m", {}, 0)
-TEACHER = ServerPlan("teacher-big", "teacher 'big'", ("teacher", "0"), "m", {}, 0, is_needed=True)
+SERVER = ServerPlan("inference", ("inference",), "m", {}, 0)
+TEACHER = ServerPlan("teacher-big", ("teacher", "0"), "m", {}, 0, is_needed=True)
 GENERATOR = dataclasses.replace(SERVER, is_needed=True, max_restarts=0)
 
 
@@ -115,9 +115,9 @@ def test_a_server_that_dies_is_started_again_and_not_for_ever(
     )
     assert run(launcher, plan) == expected and len(launcher.started) == num_started
     said = capsys.readouterr()
-    starts = f"{plan.what} ended with status 9; starting it again in 0 s"
+    starts = f"{plan.name} ended with status 9; starting it again in 0 s"
     assert said.out.count(starts) == num_started - 1
-    given_up = f"{plan.what} ended with status 9 and is not started again"
+    given_up = f"{plan.name} ended with status 9 and is not started again"
     assert (given_up in said.err) == (not lives)
     assert (signal.SIGTERM in launcher.trainers[0].signals) == plan.is_needed
 
@@ -181,7 +181,7 @@ BAD_FLAG = "unrecognized arguments: --max-modellen 5"
         ([f"vf-vllm: error: {BAD_FLAG}", "bye"], f"[inference.args] max_modellen: {BAD_FLAG}", 0),
         (
             [*"x" * 99, "OSError: \x1b[2Jno", "last"],
-            "the server ended with status 2 before it was ready: OSError: ",
+            "inference ended with status 2 before it was ready: OSError: ",
             28,
         ),
     ],
@@ -211,4 +211,4 @@ def test_lost_ranks_end_the_run_with_the_command_to_resume(run, capsys):
 def test_a_lost_teacher_ends_the_run(run, capsys):
     launcher = Launcher([Played("t")], teacher=[Played("teacher", 1, polls=4, lost=True)])
     assert run(launcher, TEACHER) == 1
-    assert "teacher 'big' ended with status 1 and is not started again" in capsys.readouterr().err
+    assert "teacher-big ended with status 1 and is not started again" in capsys.readouterr().err

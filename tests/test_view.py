@@ -23,7 +23,7 @@ import pytest
 from tests.fake_run import write_fake_run
 from tests.helpers import ROOT
 from tests.test_rollouts import make_row, make_tokens, read, write_rows
-from verifiers_rl.cli.view import look_at_runs
+from verifiers_rl.cli import view as command
 from verifiers_rl.report.run_folder import remove_rollouts, write_run
 from verifiers_rl.view import browse, one_file, server
 from verifiers_rl.view.browse import Filter, group_of, page_of, rollout_of, select, tokens_of
@@ -559,7 +559,7 @@ def test_what_a_command_cannot_do_is_one_line(arguments, message, tmp_path, monk
     (tmp_path / "empty").mkdir()
     write_lines(tmp_path / "run/metrics.jsonl", {"step": 1})
     with pytest.raises(SystemExit) as ended:
-        look_at_runs(arguments.split())
+        command.main(arguments.split())
     errors = capsys.readouterr().err
     assert ended.value.code == 1 and message in errors and errors.count("\n") == 1
 
@@ -572,7 +572,7 @@ def test_a_missing_server_library_is_an_error_that_says_what_to_install(
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     write_lines(tmp_path / "metrics.jsonl", {"step": 1})
     with pytest.raises(SystemExit):
-        look_at_runs([str(tmp_path)])
+        command.main([str(tmp_path)])
     assert "uv pip install 'verifiers-rl[view]'" in capsys.readouterr().err
-    assert look_at_runs([str(tmp_path), "-o", str(tmp_path / "page.html")]) == 0
+    assert command.main([str(tmp_path), "-o", str(tmp_path / "page.html")]) == 0
     assert (tmp_path / "page.html").stat().st_size > 50_000

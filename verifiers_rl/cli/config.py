@@ -96,12 +96,12 @@ from verifiers_rl.cli.layers import (
     TomlError,
     find,
     is_tables,
+    load_leaf,
     nearest_hint,
     overrides_of,
     read_env_files,
     read_file,
 )
-from verifiers_rl.cli.leaves import load_leaf
 from verifiers_rl.inference.checkpoint import model_error
 from verifiers_rl.option_rules import (
     STRICT,
@@ -705,6 +705,8 @@ def make_importable(folders: Iterable[Path]) -> None:
 # --- The command line -----------------------------------------------------------------------------
 
 PARSER: dict[str, Any] = {"allow_abbrev": False, "prefix_chars": "-@"}  # how parsers are made
+# Options that are about one start, and the words of the command line that set them.
+STARTS = {"resume_from_checkpoint": "--resume", "overwrite_output_dir": "--overwrite"}
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
@@ -713,15 +715,19 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         "--dry-run", action="store_true", help="only print the resolved configuration"
     )
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
-    group.add_argument(
-        "--overwrite", action="store_true", help="replace the run that the output_dir holds"
-    )
+    add = partial(group.add_argument, dest="start", action="store_const")
+    add("--resume", const="resume_from_checkpoint", help="go on from the newest checkpoint")
+    add("--overwrite", const="overwrite_output_dir", help="replace the run of the output_dir")
 
 
-def folder_words(options: argparse.Namespace) -> list[str]:
-    """The options about the output_dir as words of a command."""
-    return ["--overwrite"] * options.overwrite + ["--resume"] * options.resume
+def words_of(config: TrainConfig, files: Sequence[str] = ()) -> list[str]:
+    """Return the words of a command that start this run, with what they do to the output_dir.
+
+    Args:
+        files: words that give the configuration; by default its own.
+    """
+    starts = (word for option, word in STARTS.items() if config.trainer.args.get(option) is True)
+    return [*(files or config.layers.words), *starts]
 
 
 def parse_command_line(
@@ -752,6 +758,6 @@ def parse_command_line(
     own = re.findall(r"(?<!\S)--([a-z][\w-]*)", parser.format_help())
     checks_model = checks_model and not getattr(options, "dry_run", False)
     config = load_run_config(options.files, overrides_of(rest), checks_model, own, kind)
-    if options.overwrite:
-        config.trainer.args["overwrite_output_dir"] = True
+    if start := getattr(options, "start", None):
+        config.trainer.args[start] = True
     return options, config

@@ -10,7 +10,6 @@ from dataclasses import replace
 from verifiers_rl.cli.layers import (
     COMMAND_LINE,
     Data,
-    Key,
     Setting,
     TomlError,
     compose,
@@ -90,9 +89,7 @@ _DEFAULTS: dict[str, Data] = {
     "eval": {"eval_steps": 100, "eval_on_start": True},
     "difficulty_filter": {"group_filter.min_reward_variance": 1e-6},
 }
-OURS = ("inference", "trainer")
 PRIME_RL = ("orchestrator", "model", "optim", "ckpt", "environment")  # its own tables
-COMMON = ("model", "env", "teacher", "env_file", "import_from", "cluster")
 FLAT = tuple(dict.fromkeys(key.split(".")[0] for key in (*MOVED, *MEANINGS)))
 EVAL_EXAMPLES = 256  # the default of the option
 
@@ -101,7 +98,7 @@ def settings_of(data: Data, source: str) -> list[Setting]:
     """Return what a file, or a key of the command line, sets.
 
     Raises:
-        TomlError: it mixes both layouts or is for prime-rl itself, or a flat key is unknown.
+        TomlError: it is for prime-rl itself, a flat key is unknown, or two keys set the same.
     """
     if names := [f"[{key}]" for key in PRIME_RL if isinstance(data.get(key), dict)]:
         raise TomlError(
@@ -111,15 +108,10 @@ def settings_of(data: Data, source: str) -> list[Setting]:
         )
     flat = {key: inner for key, inner in data.items() if key in FLAT}
     rest = {key: inner for key, inner in data.items() if key not in FLAT}
-    if flat and (ours := [f"[{key}]" for key in rest if key in OURS]):
-        theirs = [f"[{key}]" if isinstance(flat[key], dict) else key for key in flat]
-        raise TomlError(
-            f"{source}: two layouts are mixed: {', '.join(theirs)} of the flat one with "
-            f"{', '.join(ours)} of ours; write one of them, or put them into two files"
-        )
     if isinstance(flat.get("eval"), dict) and "env" in flat["eval"]:
         _join_evaluated(rest, flat["eval"], source)
-    found = [Setting(key, value, source, key) for key, value in leaves(rest)]
+    found = {key: Setting(key, value, source, key) for key, value in leaves(rest)}
+    implied = []
     for name, table in flat.items():
         if not isinstance(table, dict):
             continue
@@ -129,20 +121,19 @@ def settings_of(data: Data, source: str) -> list[Setting]:
         defaults = _DEFAULTS.get(name, {}) if name == "eval" or not table else {}
         for origin, options in ((source, _IMPLIED.get(name, {})), ("", defaults)):
             for option, value in options.items():
-                found.append(Setting(at := (*ARGS, *option.split(".")), value, origin, at))
+                implied.append(Setting(at := (*ARGS, *option.split(".")), value, origin, at))
         if not is_on:
             flat[name] = _NEUTRAL[name]
-    moved: dict[Key, Setting] = {}
     for key, value in leaves(flat):
         if value != {}:
             one = _moved(Setting(key, value, source, key))
-            if (before := moved.setdefault(one.key, one)).value != value:
+            if (before := found.setdefault(one.key, one)).value != value:
                 raise TomlError(
                     f"{one.place} {key[-1]}={value!r}: "
                     f"{'.'.join(before.written)}={before.value!r} sets the same; remove one of "
                     "the two"
                 )
-    return [*found, *moved.values()]
+    return [*implied, *found.values()]
 
 
 def _moved(one: Setting) -> Setting:

@@ -17,6 +17,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,22 @@ def nearest_hint(key: str, known: Iterable[str], advice: str = "") -> str:
     known = list(known)
     otherwise = f"known: {', '.join(sorted(known))}" + (f"; {advice}" if advice else "")
     return did_you_mean(key, known, otherwise)
+
+
+def load_leaf(module: str, purpose: str) -> Any:
+    """Import a module of a leaf, such as "cluster.machines": a room that nothing else needs, and
+    that a fork may delete, with its tests.
+
+    Raises:
+        TomlError: the leaf is not there.
+    """
+    try:
+        return import_module(f"verifiers_rl.{module}")
+    except ModuleNotFoundError as error:
+        leaf = f"verifiers_rl.{module.partition('.')[0]}"
+        if not f"{error.name}.".startswith(f"{leaf}."):
+            raise  # something that the leaf imports
+        raise TomlError(f"{purpose} needs {leaf}, which is not in this copy; restore it") from error
 
 
 # --- From files and from the command line ---------------------------------------------------------

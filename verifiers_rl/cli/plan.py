@@ -48,8 +48,7 @@ class ServerPlan:
     """A `vf-vllm` that the run starts: a server of the policy, or of a teacher.
 
     Attributes:
-        name: of its process, and of its log.
-        what: what messages call it.
+        name: of its process, and of its log; messages call it so.
         at: its table in the TOML.
         model: that it serves.
         args: its flags, except host and port.
@@ -61,7 +60,6 @@ class ServerPlan:
     """
 
     name: str
-    what: str
     at: tuple[str, ...]
     model: str
     args: dict[str, Any]
@@ -94,6 +92,18 @@ def server_flags(args: dict[str, Any]) -> list[str]:
     return flags
 
 
+def plan_run(config: RunConfig) -> list[ServerPlan]:
+    """Return the servers of a run on this machine, for as many GPUs as it has.
+
+    Raises:
+        TomlError: see `plan_servers`.
+    """
+    split_gpus(config)
+    plans = plan_servers(config)
+    share_gpu(config, plans)
+    return plans
+
+
 def plan_servers(config: RunConfig) -> list[ServerPlan]:
     """Return the servers that `vf-rl` starts: those of the policy, unless the TOML names some that
     run already, and those of teachers.
@@ -110,20 +120,17 @@ def plan_servers(config: RunConfig) -> list[ServerPlan]:
             env = {"VLLM_BATCH_INVARIANT": os.environ.get("VLLM_BATCH_INVARIANT", "1")}
         host, first = config.option("vllm_server_host"), config.option("vllm_server_port")
         for number in range(count):
-            name, what = "inference", "the server"
-            if count > 1:
-                name, what = f"inference-{number}", f"server {number}"
+            name = "inference" if count == 1 else f"inference-{number}"
             args, port = policy_flags(config), first + number
             plans.append(
-                ServerPlan(name, what, ("inference",), config.model, args, gpus, host, port, env)
+                ServerPlan(name, ("inference",), config.model, args, gpus, host, port, env)
             )
     for number, table in enumerate(config.teachers):
         if not table.base_url:
             # The longest sample, and one token that vLLM always generates.
             args = {"max_model_len": config.option("max_seq_len") + 1, **table.args}
-            name, what = f"teacher-{table.name}", f"teacher {table.name!r}"
-            at = ("teacher", str(number))
-            plans.append(ServerPlan(name, what, at, table.model, args, table.gpus, is_needed=True))
+            name, at = f"teacher-{table.name}", ("teacher", str(number))
+            plans.append(ServerPlan(name, at, table.model, args, table.gpus, is_needed=True))
     for plan in plans:
         use_all_gpus(config, plan)
     return plans
@@ -217,9 +224,7 @@ def num_gpus(config: TrainConfig, plans: Sequence[ServerPlan]) -> dict[str, int]
     """Return how many GPUs each server and the "trainer" are to have, in the order in which they
     get them.
     """
-    counts = {plan.name: plan.gpus for plan in plans if not plan.is_needed}
-    counts["trainer"] = config.trainer.gpus
-    return counts | {plan.name: plan.gpus for plan in plans if plan.is_needed}
+    return {plan.name: plan.gpus for plan in plans} | {"trainer": config.trainer.gpus}
 
 
 def are_shared(counts: dict[str, int], ids: Sequence[str]) -> bool:
@@ -241,12 +246,7 @@ def share_gpu(config: RunConfig, plans: Sequence[ServerPlan]) -> None:
     # Rollouts and steps take turns, because they would only slow each other down.
     ahead = f"max_off_policy_steps={config.trainer.args.setdefault('max_off_policy_steps', 0)}"
     config.layers.words.append(f"--trainer.args.{ahead}")  # for children that read the files
-    print(
-        "vf-rl: one GPU for the server and the trainer, with "
-        f"gpu_memory_utilization={share}, {ahead}",
-        file=sys.stderr,
-        flush=True,
-    )
+    say(f"one GPU for the server and the trainer, with gpu_memory_utilization={share}, {ahead}")
 
 
 def is_on_several(config: RunConfig) -> bool:
@@ -262,15 +262,13 @@ def show_gpus(config: RunConfig) -> int:
         TomlError: see `plan_servers`.
     """
     if not is_on_several(config):
-        split_gpus(config)
-        plans = plan_servers(config)
-        share_gpu(config, plans)
+        plans = plan_run(config)
         try:
             gpus = assign_gpus(config, plans).items()
             said = ", ".join(f"{name} gets GPU {ids}" for name, ids in gpus if ids) or "all on CPUs"
         except TomlError as error:
             said = f"not on this machine: {error}"
-        print(f"vf-rl: {said}", file=sys.stderr)
+        say(said)
     return 0
 
 
@@ -283,6 +281,10 @@ def gpu_build_of_vllm() -> str | None:
     return None if "cpu" in installed else f"vllm {installed}"
 
 
+def say(text: str) -> None:
+    print(f"vf-rl: {text}", file=sys.stderr, flush=True)
+
+
 def split_gpus(config: RunConfig) -> None:
     """Make as many replicas of the server's GPUs as its flags allow, where the TOML leaves their
     number open: replicas do not wait for each other, and the GPUs of one replica do, several times
@@ -293,11 +295,9 @@ def split_gpus(config: RunConfig) -> None:
     if table.replicas is not None or each < 1 or total <= each or total % each:
         return
     table.replicas, table.gpus = total // each, each
-    print(
-        f"vf-rl: {total} GPUs for inference: {total // each} replicas of {each}. For a model that "
-        "needs more, set tensor_parallel_size in [inference.args]",
-        file=sys.stderr,
-        flush=True,
+    say(
+        f"{total} GPUs for inference: {total // each} replicas of {each}. For a model that "
+        "needs more, set tensor_parallel_size in [inference.args]"
     )
 
 
@@ -326,7 +326,7 @@ def check_trainer_options(config: TrainConfig) -> Any:
     return config.make_args(use_cpu=True, bf16=False)
 
 
-def check_start(config: TrainConfig, args: Any, resume: bool) -> None:
+def check_start(config: TrainConfig, args: Any) -> None:
     """Look at what a run with these options writes to.
 
     Raises:
@@ -335,7 +335,7 @@ def check_start(config: TrainConfig, args: Any, resume: bool) -> None:
     """
     prepare_run_folder(
         args.output_dir,
-        resume=resume or args.resume_from_checkpoint,
+        resume=args.resume_from_checkpoint,
         overwrite=args.overwrite_output_dir,
         max_steps=args.max_steps,
     )

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from verifiers_rl.cli.config import TrainConfig, make_importable
+from verifiers_rl.cli.config import STARTS, TrainConfig, make_importable
 from verifiers_rl.cli.layers import COMMAND_LINE
 from verifiers_rl.process.secret_names import is_secret_key
 from verifiers_rl.report.run_folder import RESOLVED
@@ -30,7 +30,7 @@ def resolved(config: TrainConfig, output_dir: str) -> tuple[dict[str, Any], list
     data = copy.deepcopy(config.layers.tree)
     data["import_from"] = list(map(str, config.folders))
     args = {**config.trainer.args, "output_dir": str(Path(output_dir).absolute())}
-    args.pop("overwrite_output_dir", None)  # is about one start
+    args = {name: value for name, value in args.items() if name not in STARTS or value is not True}
     data["trainer"] = {**data.get("trainer", {}), "args": args}
     for table in (data["trainer"], data.get("inference", {}), *data.get("teacher", [])):
         _make_absolute(table.get("args", {}))
@@ -93,7 +93,7 @@ def write_resolved(config: TrainConfig, output_dir: str) -> Path:
     return target
 
 
-def dry_run(config: TrainConfig, resume: bool = False) -> int:
+def dry_run(config: TrainConfig) -> int:
     """Print the resolved configuration. Its values are checked as far as nothing has to be started
     for that; losses, masks and advantages of the user are imported. Returns the exit status.
 
@@ -109,7 +109,7 @@ def dry_run(config: TrainConfig, resume: bool = False) -> int:
         args.complete_loss(None), args.make_advantage()
     except ValueError as error:
         raise config.of_option(str(error)) from error
-    check_start(config, args, resume)
+    check_start(config, args)
     print(resolved_text(config, args.output_dir), end="", flush=True)
     print(f"{config.PROGRAM}: nothing was started", file=sys.stderr)
     return 0

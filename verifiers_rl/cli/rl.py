@@ -1,7 +1,7 @@
 """`vf-rl @ config.toml [-s SESSION]`: server and trainer together, from one configuration: a TOML,
 or several, under keys of the command line (cli/config.py).
 
-The server gets the first GPUs and the trainer the next ones, or both get the only one. The server's
+The servers get the first GPUs and the trainer the next ones, or both get the only one. The server's
 output goes into the folder `logs` of the run's folder, and the trainer's comes here. In a terminal
 with tmux both are shown in a session of two panes, which continues when the terminal is closed;
 elsewhere the exit status is the trainer's. In both cases one supervisor starts them, restarts the
@@ -12,9 +12,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import signal
+import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from verifiers_rl.cli.config import (
@@ -22,29 +26,30 @@ from verifiers_rl.cli.config import (
     RunConfig,
     TomlError,
     add_run_options,
-    folder_words,
     parse_command_line,
+    words_of,
 )
 from verifiers_rl.cli.ending import end_with
 from verifiers_rl.cli.errors import fail
-from verifiers_rl.cli.leaves import load_leaf
+from verifiers_rl.cli.layers import load_leaf
 from verifiers_rl.cli.plan import (
+    ServerPlan,
     check_start,
     check_trainer_options,
     is_on_several,
-    plan_servers,
-    share_gpu,
+    plan_run,
     show_gpus,
-    split_gpus,
     trainer_command,
 )
 from verifiers_rl.cli.resolved import dry_run, write_resolved
-from verifiers_rl.cli.session import run_in_tmux
 from verifiers_rl.cli.supervise import LOGS, ThisMachine, supervise
-from verifiers_rl.cli.view import look_at_runs
 from verifiers_rl.process.terminal import print_all_characters
-from verifiers_rl.report.run_folder import RunFolderError
+from verifiers_rl.report.run_folder import RunFolderError, read_metrics
 
+# Their modules have `main`, which takes what follows the name.
+COMMANDS = {"view": "cli.view", "replay": "replay", "generate": "sft.generate"}
+NUM_GROUPS = 2  # in a step of a check
+NUM_STEPS = 2  # of a check; the second is sampled from weights that the first has pushed
 USAGE = (
     "vf-rl @ config.toml [@ more.toml] [--KEY VALUE] [-s SESSION] [--no-tmux]\n"
     "                         [--resume | --overwrite]\n"
@@ -77,12 +82,8 @@ def run() -> int:
     Raises:
         TomlError, RunFolderError: the run cannot begin.
     """
-    if sys.argv[1:2] == ["view"]:
-        return look_at_runs(sys.argv[2:])
-    if sys.argv[1:2] == ["replay"]:
-        return load_leaf("replay", "vf-rl replay").main(sys.argv[2:])
-    if sys.argv[1:2] == ["generate"]:
-        return load_leaf("sft.generate", "vf-rl generate").generate(sys.argv[2:])
+    if module := COMMANDS.get(name := " ".join(sys.argv[1:2])):
+        return load_leaf(module, f"vf-rl {name}").main(sys.argv[2:])
     parser = argparse.ArgumentParser(prog="vf-rl", usage=USAGE, description=__doc__, **PARSER)
     parser.add_argument("-s", "--session", default="vf-rl", help="name of the tmux session")
     parser.add_argument(
@@ -107,50 +108,170 @@ def run() -> int:
         return eject(Path(parser.parse_args().eject))
     options, config = parse_command_line(parser, sys.argv[1:])
     if options.dry_run:
-        dry_run(config, options.resume)
+        dry_run(config)
         return show_gpus(config)
     if options.check:
-        from verifiers_rl.cli.check import check
+        return check(config)
+    has_tmux = sys.stdout.isatty() and shutil.which("tmux") and not options.no_tmux
+    return run_anywhere(config, options.session if has_tmux else None)
 
-        return check(config, options, run_anywhere)
-    return run_anywhere(config, options)
 
-
-def run_anywhere(config: RunConfig, options: argparse.Namespace) -> int:
+def run_anywhere(config: RunConfig, session: str | None = None) -> int:
     """Run on this machine, or on several. Returns the exit status.
+
+    Args:
+        session: name of a session of tmux for the run; without one, it runs here.
 
     Raises:
         TomlError, RunFolderError: the run cannot begin.
     """
     if is_on_several(config):
         machines = load_leaf("cluster.machines", "a run on several machines")
-        if (status := machines.run_on_machines(config, options)) is not None:
+        if (status := machines.run_on_machines(config)) is not None:
             return status
-    return run_here(config, options)
+    # Everything that can be wrong is checked, then the run starts.
+    args = check_trainer_options(config)
+    check_start(config, args)
+    plans = plan_run(config)
+    folder = Path(args.output_dir).absolute()
+    trainer = lambda: trainer_command(config, words_of(config))  # noqa: E731
+    here = ThisMachine(config, plans, folder / LOGS, trainer)
+    if session is not None:
+        here.close()  # the vf-rl in the session has its own
+        return run_in_tmux(config, session, folder, plans)
+    write_resolved(config, args.output_dir)
+    return supervise(config, plans, here)
 
 
-def run_here(config: RunConfig, options: argparse.Namespace) -> int:
-    """Check everything that can be wrong, then start the run. Returns the exit status.
+# --- A check --------------------------------------------------------------------------------------
+
+
+def check(config: RunConfig) -> int:
+    """Try the run in two small steps, with all that it needs. Return the exit status: 0 if all is
+    ok, else 1.
+
+    They are steps of the run itself: its servers, its trainer, its environments, with a few groups
+    a step and a folder of their own, which is removed. So a check finds what a start finds, and
+    also a server that samples from other weights than the trainer has, before or after a push. No
+    process and no file is left behind, except the servers' logs if the check failed.
 
     Raises:
         TomlError, RunFolderError: the run cannot begin.
     """
     args = check_trainer_options(config)
-    check_start(config, args, options.resume)
-    split_gpus(config)
-    plans = plan_servers(config)
-    share_gpu(config, plans)
-    folder = Path(args.output_dir).absolute()
+    check_start(config, args)
+    target = Path(args.output_dir).absolute()
+    beside = next(path for path in target.parents if path.exists())
+    # Where the run's own folder will be, because there is room for a model.
+    with tempfile.TemporaryDirectory(prefix=".vf-rl-check-", dir=beside) as folder:
+        small = {
+            "output_dir": folder,
+            "max_steps": NUM_STEPS,
+            "batch_size": min(args.groups_per_batch, NUM_GROUPS) * args.rollouts_per_example,
+            "eval_examples": min(args.eval_examples, NUM_GROUPS),
+            "max_off_policy_steps": 0,
+            "logging_steps": 1,
+            "report_to": "none",
+            "push_to_hub": False,
+            "resume_from_checkpoint": None,
+            "overwrite_output_dir": False,
+        }
+        config.trainer.args |= small
+        # For children that read the files, because these have secrets.
+        config.layers.words += [f"--trainer.args.{name}={value}" for name, value in small.items()]
+        status = run_anywhere(config)
+        problem = problem_of(Path(folder, "metrics.jsonl")) if status == 0 else f"status {status}"
+        if problem:
+            logs, kept = Path(folder, LOGS), tempfile.mkdtemp(prefix="vf-rl-check-")
+            logs.mkdir(exist_ok=True)  # there are none where Ray brings them here
+            shutil.copytree(logs, kept, dirs_exist_ok=True)
+            print(f"vf-rl: to fix: {problem}; the servers' output is in {kept}", flush=True)
+    return int(bool(problem))
 
-    def trainer() -> list[str]:
-        return trainer_command(config, [*config.layers.words, *folder_words(options)])
 
-    here = ThisMachine(config, plans, folder / LOGS, trainer)
-    if sys.stdout.isatty() and shutil.which("tmux") and not options.no_tmux:
-        here.close()  # the vf-rl in the session has its own
-        return run_in_tmux(config, options, folder, plans)
-    write_resolved(config, args.output_dir)
-    return supervise(config, plans, here)
+def problem_of(metrics: Path) -> str | None:
+    """Say what the steps of these metrics show. Return what must be fixed, or None."""
+    from verifiers_rl.report.metrics import FIRST_MISMATCH_KL
+
+    rows = [row for row in read_metrics(metrics) if "mismatch_kl" in row]
+    names = ("reward", "mismatch_kl", "sync_s", "step_s")
+    for row in rows:
+        shown = (f"{name} {row[name]:.3g}" for name in names if row.get(name) is not None)
+        print(f"vf-rl: step {row['step']:g}: {', '.join(shown)}", flush=True)
+    bound = FIRST_MISMATCH_KL
+    # None: it was not finite.
+    if any(row["mismatch_kl"] is None or row["mismatch_kl"] > bound for row in rows):
+        return f"mismatch_kl above {bound:g}: docs/mismatch.md says what brings both sides together"
+    print("vf-rl: all is ok", flush=True)
+    return None
+
+
+# --- A session of tmux ----------------------------------------------------------------------------
+
+
+def session_name(wanted: str) -> str:
+    """Return a name that tmux neither changes nor interprets: "." and ":" separate windows and
+    panes, "$", "@", "%", "=" and others have a meaning where a session is named.
+    """
+    name = re.sub(r"[^\w-]", "_", wanted, flags=re.ASCII)
+    if not name.strip("_") or name.startswith("-") or name == "default":  # tmux's own server
+        fail(f"-s {wanted!r}: give the tmux session another name, of letters and digits")
+    return name
+
+
+def run_in_tmux(config: RunConfig, wanted: str, folder: Path, plans: Sequence[ServerPlan]) -> int:
+    """Start the run in a session and show it: a pane with the servers' logs, and one with the
+    trainer. Both stay when the run has ended, until somebody presses Enter there. Every command is
+    an argument list: tmux runs it without a shell. Returns the exit status of tmux.
+
+    The session has a tmux server of its own. This server starts with our environment, which
+    therefore is in no command, where all users of this machine could read it.
+
+    Args:
+        wanted: the session's name.
+        folder: the output_dir, absolute.
+        plans: of the servers.
+    """
+    session = session_name(wanted)
+    tmux = ["tmux", "-L", session]
+    if call(*tmux, "has-session") == 0:
+        fail(
+            f"tmux session {session!r} exists; choose another name with -s, or end it: "
+            f"tmux -L {session} kill-server"
+        )
+    stays = ["start-server", ";", "set-option", "-g", "remain-on-exit", "on", ";"]
+    width, height = map(str, shutil.get_terminal_size())
+    new = ["new-session", "-d", "-s", session, "-x", width, "-y", height, "--"]
+    if call(*tmux, *stays, *new, *command_in_session(config)) != 0:
+        fail("tmux started no session; start with --no-tmux")
+    if logs := [f"{folder}/{LOGS}/{plan.name}.log" for plan in plans]:  # where there is room
+        call(*tmux, "split-window", "-d", "-b", "-l", "30%", "--", "tail", "-F", *logs)
+    call(
+        *tmux,
+        "bind-key",
+        "-n",
+        "Enter",
+        "if-shell",
+        "-F",
+        "#{pane_dead}",
+        "kill-session",
+        "send-keys Enter",
+    )
+    print(
+        f"vf-rl: running in tmux session {session!r}: tmux -L {session} attach. When the run has "
+        f"ended, Enter closes it; its files: {folder}",
+        flush=True,
+    )
+    return 0 if "TMUX" in os.environ else subprocess.call([*tmux, "attach-session"])
+
+
+def command_in_session(config: RunConfig) -> list[str]:
+    return [sys.executable, "-m", "verifiers_rl.cli.rl", *words_of(config), "--no-tmux"]
+
+
+def call(*words: str) -> int:
+    """Return the exit status of a command; what it prints is not shown."""
+    return subprocess.run(words, capture_output=True).returncode
 
 
 if __name__ == "__main__":

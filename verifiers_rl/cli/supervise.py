@@ -35,10 +35,9 @@ from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, Infer
 from verifiers_rl.inference.port import (
     RESERVED_VARIABLE,
     PortError,
-    reserve_free_port,
     reserve_port,
 )
-from verifiers_rl.process.interrupts import handle_signals
+from verifiers_rl.process.interrupts import Interrupted, handle_signals
 
 BACKOFF_S = 1.0  # before the first restart, doubled before each further one
 LOGS = "logs"  # in the run's folder
@@ -104,7 +103,7 @@ class Supervised:
             raise self._ended_early()
         self.child.stop()  # ends vLLM's own children too, if they outlive it
         self._num_deaths += 1
-        ended = f"{self.plan.what} {self.child.end}"
+        ended = f"{self.plan.name} {self.child.end}"
         is_needed = self.plan.is_needed
         if self._num_deaths > self.plan.max_restarts or (is_needed and self.child.is_lost):
             self.is_given_up = True
@@ -136,7 +135,7 @@ class Supervised:
         print(printable("\n".join(lines[-NUM_SHOWN_LINES:])), file=sys.stderr)
         why = cause_in(lines, self.child.poll())
         return ChildError(
-            f"{self.plan.what} {self.child.end} before it was ready{why}; {self._see}"
+            f"{self.plan.name} {self.child.end} before it was ready{why}; {self._see}"
         )
 
 
@@ -195,10 +194,7 @@ class ThisMachine:
         with ExitStack() as reserved:
             for plan in plans:
                 try:
-                    if plan.port:
-                        reservation = reserve_port(plan.host, plan.port)
-                    else:
-                        plan.port, reservation = reserve_free_port(plan.host)
+                    plan.port, reservation = reserve_port(plan.host, plan.port)
                 except PortError as error:
                     option = "vllm_server_port in [trainer.args]"
                     raise TomlError(str(error).replace("--port", option)) from error
@@ -242,17 +238,13 @@ class ThisMachine:
         self._reserved.close()
 
 
-class Stopped(Exception):
-    """A signal asked us to stop."""
-
-
 def supervise(config: RunConfig, plans: Sequence[ServerPlan], launcher: Launcher) -> int:
     """Start servers and trainer, restart a server when it dies, and end all when the trainer ends.
     The trainer waits while the servers load. Returns the trainer's exit status.
     """
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        raise Stopped(signal.Signals(number).name)
+        raise Interrupted(number)
 
     handle_signals(on_signal)
     timeout_s = config.option("vllm_server_timeout")
@@ -268,7 +260,7 @@ def supervise(config: RunConfig, plans: Sequence[ServerPlan], launcher: Launcher
             addresses[server.plan.name] = address = server.child.find_address()
             where = host_and_port(*address)
             print(
-                f"vf-rl: starting {server.plan.what} on {where}, up to {timeout_s:g} s", flush=True
+                f"vf-rl: starting {server.plan.name} on {where}, up to {timeout_s:g} s", flush=True
             )
         policy = [server for server in servers if not server.plan.is_needed]
         env = trainer_env(addresses)
@@ -297,13 +289,13 @@ def supervise(config: RunConfig, plans: Sequence[ServerPlan], launcher: Launcher
     except (ChildError, TomlError) as error:
         print(f"vf-rl: error: {error}", file=sys.stderr)
         return 1
-    except Stopped as stopped:
+    except Interrupted as stopped:
         print(
             f"\nvf-rl: {stopped}: ending the run, which saves what it has (up to "
             f"{SAVE_GRACE_S:g} s), and the servers; Ctrl-C ends all at once",
             flush=True,
         )
-        return 128 + signal.Signals[str(stopped)].value
+        return 128 + stopped.number
     finally:
         others = [server.child for server in servers]
 

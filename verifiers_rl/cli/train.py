@@ -18,9 +18,9 @@ from verifiers_rl.cli.config import (
     TrainConfig,
     add_run_options,
     check_trainer_args,
-    folder_words,
     make_importable,
     parse_command_line,
+    words_of,
 )
 from verifiers_rl.cli.ending import end_by_signals, end_with, interrupt_by_signals
 from verifiers_rl.cli.errors import fail
@@ -79,12 +79,12 @@ def train(name: str = "vf-train", kind: type[TrainConfig] = RunConfig) -> None:
         make_importable(config.folders)
         config.prepare()
         if options.dry_run:
-            sys.exit(dry_run(config, options.resume))
+            sys.exit(dry_run(config))
         if config.trainer.gpus > 1 and "LOCAL_RANK" not in os.environ:
             os.environ.update(launcher_env())
             sys.stdout.flush()
-            words = [*config.layers.words, *folder_words(options)]
-            os.execv(sys.executable, [sys.executable, *trainer_command(config, words)])
+            command = trainer_command(config, words_of(config))
+            os.execv(sys.executable, [sys.executable, *command])
     except (TomlError, RunFolderError) as error:
         fail(error, name)
 
@@ -101,11 +101,11 @@ def train(name: str = "vf-train", kind: type[TrainConfig] = RunConfig) -> None:
         args.complete_loss(None), args.make_advantage()  # code of the TOML, before environments
         # As train() will, but now. On one rank: the others may look when its run has begun.
         if is_first_rank():
-            check_start(config, args, options.resume)
+            check_start(config, args)
             write_resolved(config, args.output_dir)
         trainer = config.make_trainer(args)
         interrupt_by_signals()  # verifiers' environments put handlers of their own
-        trainer.train(resume_from_checkpoint=options.resume)
+        trainer.train()
     except ConfigError as error:
         fail(config.of_option(str(error)), name)
     except (

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from verifiers_rl.cli.errors import fail
-from verifiers_rl.cli.leaves import load_leaf
+from verifiers_rl.cli.layers import load_leaf
 
 
-def look_at_runs(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Serve or write the page. Returns the exit status.
 
     Args:

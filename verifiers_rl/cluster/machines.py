@@ -10,7 +10,6 @@ What a machine has started of Ray ends with its `vf-rl`, however that ends.
 
 from __future__ import annotations
 
-import argparse
 import hmac
 import math
 import os
@@ -19,7 +18,8 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -35,8 +35,9 @@ from verifiers_rl.inference.client import TOKEN_VARIABLE
 from verifiers_rl.process.interrupts import handle_signals
 from verifiers_rl.process.waiting import wait_until
 
-# In the environment of Ray on a machine: the file that gets the status of the run.
-END_VARIABLE = "VERIFIERS_RL_END_FILE"
+# In the environment of Ray on a machine: the folder that gets a file with the run's status in its
+# name, which is there at once.
+END_VARIABLE, END = "VERIFIERS_RL_END_FOLDER", "ended-"
 TELL_S = 30.0  # deadline for telling the other machines that the run has ended
 LOST_S = 25  # so long a machine does without the head
 
@@ -122,7 +123,7 @@ def machine_of(config: RunConfig) -> Machine | None:
     return machine
 
 
-def run_on_machines(config: RunConfig, options: argparse.Namespace) -> int | None:
+def run_on_machines(config: RunConfig) -> int | None:
     """Run on a Ray cluster, or do this machine's part of such a run; return the run's exit status.
     None: the configuration is of a run on this machine alone.
 
@@ -130,7 +131,7 @@ def run_on_machines(config: RunConfig, options: argparse.Namespace) -> int | Non
         TomlError: see `machine_of`, `find_head` and `ray_engine.run_on_ray`.
     """
     if (machine := machine_of(config)) is None:
-        return run_on_ray(config, options) if config.cluster.address else None
+        return run_on_ray(config) if config.cluster.address else None
     timeout_s = config.option("vllm_server_timeout")
     address = find_head(machine)
     # Ray's own ports ask for this token. Our token itself stays with our processes.
@@ -145,12 +146,9 @@ def run_on_machines(config: RunConfig, options: argparse.Namespace) -> int | Non
             where = f"Ray's head for {machine.size} machines at {config.cluster.address}"
             print(f"vf-rl: this machine is {where}", flush=True)
             words = ["--head", "--node-ip-address", address, "--port", str(machine.port)]
-            head = start_ray([*words, "--include-dashboard", "false"], Path(folder))
-            try:
-                wait_until_started(head, where, timeout_s)
-                return run_on_ray(config, options, machine.size, tell_others)
-            finally:
-                head.stop()
+            words += ["--include-dashboard", "false"]
+            with ray_here(words, Path(folder), where, timeout_s):
+                return run_on_ray(config, machine.size, tell_others)
         except ChildError as error:
             fail(error)
 
@@ -211,70 +209,61 @@ def join(machine: Machine, address: str, timeout_s: float, folder: Path) -> int:
         deadline = 0.0 if is_second else time.monotonic() + SAVE_GRACE_S + 60.0
         print(f"\nvf-rl: {signal.Signals(number).name}: waiting for the end of the run", flush=True)
 
-    end_file = folder / "status"
     words = ["--address", f"{address}:{machine.port}"]
-    ray = start_ray(words, folder, {END_VARIABLE: str(end_file)})
     handle_signals(on_signal)
-    try:
-        wait_until_started(ray, f"Ray on this machine, which joins {where},", timeout_s)
-        while not end_file.exists() and time.monotonic() < deadline:
-            if ray.wait(POLL_S) and not end_file.exists():
+    with ray_here(words, folder, f"Ray on this machine, which joins {where},", timeout_s) as ray:
+        while time.monotonic() < deadline:
+            is_lost = ray.wait(POLL_S)  # looked at first: the head ends when it has told the status
+            for end in folder.glob(f"{END}*"):
+                return int(end.name.removeprefix(END))
+            if is_lost:
                 raise ChildError(
                     f"{where} is lost, and the run with it; see the output of the machine "
                     "with RANK=0"
                 )
-        return int(end_file.read_text("utf-8")) if end_file.exists() else 128 + stopped
-    finally:
-        ray.stop()
+        return 128 + stopped
 
 
 def tell_others(ray: Any, status: int) -> None:
     """Tell the other machines that the run has ended."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
 
-    tell, own = ray.remote(_write_end).options, ray.get_runtime_context().get_node_id()
-    others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != own]
-    calls = [
-        tell(num_cpus=0, scheduling_strategy=On(node, soft=False)).remote(status) for node in others
-    ]
-    if calls:
-        ray.wait(calls, num_returns=len(calls), timeout=TELL_S)
+    tell, nodes = ray.remote(_write_end).options, [n["NodeID"] for n in ray.nodes() if n["Alive"]]
+    calls = [tell(num_cpus=0, scheduling_strategy=On(n, soft=False)).remote(status) for n in nodes]
+    ray.wait(calls, num_returns=len(calls), timeout=TELL_S)
 
 
 def _write_end(status: int) -> None:
-    path = Path(os.environ[END_VARIABLE])
-    beside = path.with_suffix(".unfinished")
-    beside.write_text(str(status), "utf-8")
-    beside.rename(path)
+    Path(os.environ[END_VARIABLE], f"{END}{status}").touch()
 
 
-def start_ray(words: list[str], folder: Path, env: dict[str, str] | None = None) -> Child:
-    """Start Ray's processes of this machine, which end with their starter.
+@contextmanager
+def ray_here(words: list[str], folder: Path, what: str, timeout_s: float) -> Iterator[Child]:
+    """Inside, Ray's processes of this machine run. They end with their starter.
 
     Args:
         folder: gets a file with their output.
+
+    Raises:
+        ChildError: they have ended at once, or do not say in time that they run.
     """
     # Nothing of ours goes through Ray's memory for objects.
     words = [*words, "--object-store-memory", "100000000", "--disable-usage-stats", "--block"]
     words = ["-m", "verifiers_rl.cluster.machines", "start", *words]
-    return LocalChild("ray", words, env or {}, folder / "ray.log")
-
-
-def wait_until_started(ray: Child, what: str, timeout_s: float) -> None:
-    """Wait until Ray says that it runs.
-
-    Raises:
-        ChildError: it has ended, or does not say so in time.
-    """
+    ray = LocalChild("ray", words, {END_VARIABLE: str(folder)}, folder / "ray.log")
 
     def has_started() -> bool:
         return any("Ray runtime started" in line for line in ray.last_lines())
 
-    if not wait_until(lambda: ray.wait(POLL_S) or has_started(), what, timeout_s):
-        raise ChildError(f"{what} does not run after {timeout_s:g} s (vllm_server_timeout)")
-    if not has_started():
-        print("\n".join(ray.last_lines()[-NUM_SHOWN_LINES:]), file=sys.stderr)
-        raise ChildError(f"{what} {ray.end}; its last lines are above")
+    try:
+        if not wait_until(lambda: ray.wait(POLL_S) or has_started(), what, timeout_s):
+            raise ChildError(f"{what} does not run after {timeout_s:g} s (vllm_server_timeout)")
+        if not has_started():
+            print("\n".join(ray.last_lines()[-NUM_SHOWN_LINES:]), file=sys.stderr)
+            raise ChildError(f"{what} {ray.end}; its last lines are above")
+        yield ray
+    finally:
+        ray.stop()
 
 
 def main() -> None:

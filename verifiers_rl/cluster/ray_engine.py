@@ -13,7 +13,6 @@ A server whose machine is lost gets another actor, which Ray places again.
 
 from __future__ import annotations
 
-import argparse
 import os
 import secrets
 import shutil
@@ -31,7 +30,7 @@ import psutil  # type: ignore[import-untyped]
 import tomli_w
 
 from verifiers_rl.cli.children import POLL_S, Child, LocalChild
-from verifiers_rl.cli.config import RunConfig, TomlError, folder_words
+from verifiers_rl.cli.config import RunConfig, TomlError, words_of
 from verifiers_rl.cli.plan import (
     Address,
     ServerPlan,
@@ -198,10 +197,9 @@ class RayMachines:
         ray: Any,
         config: RunConfig,
         plans: Sequence[ServerPlan],
-        options: argparse.Namespace,
         num_machines: int = 1,
     ) -> None:
-        self._ray, self._config, self._options, self._plans = ray, config, options, plans
+        self._ray, self._config, self._plans = ray, config, plans
         self._num_machines = num_machines
         self._timeout_s = config.option("vllm_server_timeout")
         if config.trainer.args.get("vllm_servers") and not os.environ.get(TOKEN_VARIABLE):
@@ -275,7 +273,7 @@ class RayMachines:
 
     def start_trainers(self, env: dict[str, str]) -> Iterator[Child]:
         # What travels is one TOML.
-        config, words = self._config, ["@", "config.toml", *folder_words(self._options)]
+        config, words = self._config, words_of(self._config, ("@", "config.toml"))
         number = config.cluster.trainer_nodes or 1
         env = self._env(env, config.trainer.gpus)
         first: Child | None = None
@@ -335,7 +333,6 @@ def write_code(config: RunConfig, output_dir: str, folder: Path) -> None:
 
 def run_on_ray(
     config: RunConfig,
-    options: argparse.Namespace,
     num_machines: int = 1,
     on_end: Callable[[Any, int], None] = lambda ray, status: None,
 ) -> int:
@@ -383,7 +380,7 @@ def run_on_ray(
     status = 1
     try:
         plans = plan_servers(config)
-        machines = RayMachines(ray, config, plans, options, num_machines)
+        machines = RayMachines(ray, config, plans, num_machines)
         status = supervise(config, plans, machines)
     except ray.exceptions.RayError as error:
         print(f"vf-rl: error: {error}", file=sys.stderr)

@@ -21,9 +21,12 @@ class PortError(RuntimeError):
     """Nobody can listen here; the message says why and what to do."""
 
 
-def reserve_port(host: str, port: int) -> socket.socket:
-    """Reserve this port, for all addresses, until the result is closed or this process ends. Only
-    Linux has abstract sockets: elsewhere nothing is reserved.
+def reserve_port(host: str, port: int) -> tuple[int, socket.socket]:
+    """Reserve this port, for all addresses, until the second result is closed or this process ends.
+    Only Linux has abstract sockets: elsewhere nothing is reserved.
+
+    Args:
+        port: 0: a free one that the system chooses. The first result is the port.
 
     Raises:
         PortError: a process listens there or has reserved the port, or `host` is no address of this
@@ -36,26 +39,16 @@ def reserve_port(host: str, port: int) -> socket.socket:
             probe.bind((host, port))
         except OSError as error:
             raise _error(host, port, error.strerror or str(error)) from error
+        port = port or probe.getsockname()[1]
     reservation = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    if sys.platform == "linux" and port and os.environ.get(RESERVED_VARIABLE) != str(port):
+    if sys.platform == "linux" and os.environ.get(RESERVED_VARIABLE) != str(port):
         try:
             reservation.bind(f"\0verifiers_rl/port-{port}")
         except OSError as error:
             reservation.close()
             reason = "another vf-rl or vf-vllm has reserved the port"
             raise _error(host, port, reason) from error
-    return reservation
-
-
-def reserve_free_port(host: str) -> tuple[int, socket.socket]:
-    """Reserve a port that the system chooses, and return it too; see `reserve_port`.
-
-    Raises:
-        PortError: another process was faster.
-    """
-    with socket.create_server((host, 0)) as probe:
-        port = probe.getsockname()[1]
-    return port, reserve_port(host, port)
+    return port, reservation
 
 
 def _error(host: str, port: int, reason: str) -> PortError:

@@ -263,7 +263,7 @@ def main() -> None:
     if problem := error_of_flags(args):
         parser.error(problem)
     try:
-        reservation = reserve_port(args.host, args.port)  # first: the hub may be slow
+        _, reservation = reserve_port(args.host, args.port)  # first: the hub may be slow
     except PortError as error:
         sys.exit(f"vf-vllm: {error}")
     if problem := model_error(args.model):

@@ -18,63 +18,38 @@ class ExitError(RuntimeError):
     """Code that runs in a task raised what is no `Exception`, such as SystemExit."""
 
 
-class _Contained(Coroutine[Any, Any, Any]):
-    """The coroutine of a task, out of which only an `Exception` comes, and the CancelledError that
-    was thrown into it because somebody cancels the task or what it waits for.
+def contain_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    """Let each task of this loop end with a result, an `Exception`, or because it is cancelled.
+    What else its code raises becomes an `ExitError`.
 
     asyncio lets SystemExit and KeyboardInterrupt end the loop, and takes a task that raises
     CancelledError itself for a cancelled one, for whose result nobody waits. Code of environments
     and of models raises all of them: `exit()` is usual.
-
-    It is no `async def` around the other, because a task that is cancelled before it begins would
-    leave the inner coroutine without an end.
-    """
-
-    def __init__(self, inner: Coroutine[Any, Any, Any]) -> None:
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)  # anyio asks how far a coroutine is
-
-    def __await__(self) -> Any:
-        return self._inner.__await__()
-
-    def send(self, value: Any) -> Any:
-        try:
-            return self._inner.send(value)
-        except Exception:  # also StopIteration, by which it returns
-            raise
-        except BaseException as error:
-            _raise_contained(error, None)
-
-    def throw(self, thrown: Any, *others: Any) -> Any:
-        try:
-            return self._inner.throw(thrown, *others)
-        except Exception:
-            raise
-        except BaseException as error:
-            _raise_contained(error, thrown)
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-def _raise_contained(error: BaseException, thrown: BaseException | None) -> Never:
-    task: Any = asyncio.current_task()
-    if isinstance(error, asyncio.CancelledError) and (error is thrown or task.cancelling()):
-        raise error
-    raise ExitError(f"code of the environment raised {error!r}") from error
-
-
-def contain_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    """Let each task of this loop end with a result, an `Exception`, or because it is cancelled.
-    What else its code raises becomes an `ExitError`.
     """
 
     def make_task(loop: Any, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-        return asyncio.Task(_Contained(coroutine), loop=loop, **options)
+        task = asyncio.Task(_contained(coroutine), loop=loop, **options)
+        # One that is cancelled before it begins never gets to its coroutine.
+        task.add_done_callback(lambda _: coroutine.close())
+        return task
 
     loop.set_task_factory(make_task)
+
+
+async def _contained(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    try:
+        return await coroutine
+    except Exception:
+        raise
+    except BaseException as error:
+        _raise_contained(error)
+
+
+def _raise_contained(error: BaseException) -> Never:
+    task: Any = asyncio.current_task()
+    if isinstance(error, asyncio.CancelledError) and task.cancelling():
+        raise error
+    raise ExitError(f"code of the environment raised {error!r}") from error
 
 
 async def run_contained(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -85,14 +60,10 @@ async def run_contained(coroutine: Coroutine[Any, Any, Any]) -> Any:
             task that waits for it.
         Exception: whatever else it raises.
     """
-    task = asyncio.create_task(coroutine)
     try:
-        return await task
+        return await asyncio.create_task(coroutine)
     except asyncio.CancelledError as error:
-        waiting: Any = asyncio.current_task()
-        if waiting.cancelling():
-            raise
-        raise ExitError(f"code of the environment raised {error!r}") from error
+        _raise_contained(error)
 
 
 class LoopThread:

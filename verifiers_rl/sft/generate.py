@@ -76,7 +76,7 @@ class Endpoint(NamedTuple):
     is_vllm: bool = False
 
 
-def generate(argv: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Check everything that can be wrong, then generate. Returns the exit status.
 
     Raises:
@@ -98,7 +98,6 @@ def generate(argv: list[str]) -> int:
     )
     parser.add_argument("--api-key-var", help="variable with the key of --endpoint; default: none")
     parser.add_argument("-o", "--output", type=Path, required=True, help="a new .jsonl file")
-    parser.set_defaults(overwrite=False)
     options, config = parse_command_line(parser, argv)
     try:
         _check(options)
