@@ -342,7 +342,7 @@ def test_a_server_that_joins_is_used_from_the_next_push_on(make_pool, monkeypatc
     pool.wait_until_ready()
     push(pool, 0)
     new = StubServer(7)
-    monkeypatch.setattr(pool_module, "InferenceClient", lambda host, port, timeout_s: new)
+    monkeypatch.setattr(pool_module, "InferenceClient", lambda host, port: new)
     servers[0].joined = [("127.0.0.1", 7)]
     soon(lambda: states(pool) == ["serving", "found"])
     assert push(pool, 1) == push(pool, 2) == 2 and has_weights_of(new, MODEL)

@@ -496,14 +496,16 @@ def server_of_pushes(monkeypatch):
 
 def connected(client, trainer="first", **change):
     """A request that holds the server, and the name of the connection."""
-    fields = {"timeout_s": 5.0, "trainer": trainer, "plan": PLAN.model_dump()} | change
-    request = client.connect_weight_sync(fields, 5.0).begin()
+    name = f"process {os.getpid()} on {socket.gethostname()}"
+    fields = {"timeout_s": 5.0, "trainer": trainer, "name": name, "plan": PLAN.model_dump()}
+    request = client.post("/weight_sync/connect", fields | change, 5.0).begin()
     return request, request.answer(stays_open=True)["connection"]
 
 
 def pushed(client, connection, body=BODY, num_bytes=None, timeout_s=5.0, **change):
     fields = PUSH | {"connection": connection, "timeout_s": timeout_s} | change
-    request = client.receive_weights(fields, num_bytes or len(body), timeout_s).begin()
+    path = f"/weight_sync/receive?{urlencode(fields)}"
+    request = client.post(path, None, timeout_s, num_bytes or len(body)).begin()
     request.write(memoryview(body))
     return request
 
@@ -652,7 +654,7 @@ def test_a_push_that_is_given_up_by_another_thread_ends_at_once(server_of_pushes
         request.give_up()
         thread.join(10)
         assert len(errors) == 1 and request.has_reply()  # it would end at once
-        request = client.receive_weights(PUSH, NUM_BYTES, 20.0)
+        request = client.post("/weight_sync/receive", None, 20.0, NUM_BYTES)
         request.give_up()
         with pytest.raises(ServerLostError, match="given up"):
             request.begin()  # also one that begins later
@@ -719,11 +721,11 @@ def test_workers_in_nccl_hear_that_the_trainer_has_left(server_of_pushes, method
 
     workers = Workers(take=wait)
     with server_of_pushes(workers) as (client, _, _engine):
-        fields = {"timeout_s": 60.0, "trainer": "first", "plan": PLAN.model_dump()}
+        fields = {"timeout_s": 60.0, "trainer": "first", "name": "", "plan": PLAN.model_dump()}
         fields["nccl_id"] = base64.b64encode(bytes(128)).decode()
         if method == "connect":
             workers.connect = wait
-        request = client.connect_weight_sync(fields, 60.0).begin()
+        request = client.post("/weight_sync/connect", fields, 60.0).begin()
         if method == "receive":
             hold, connection = request, request.answer(stays_open=True)["connection"]
             request = pushed(client, connection, b"", timeout_s=60.0)
@@ -743,7 +745,8 @@ SLEEP, WAKE = "sleep", "wake up"
 
 
 def sleep(client, connection):
-    client.sleep({"connection": connection, "timeout_s": 5.0}, 5.0)
+    fields = urlencode({"connection": connection, "timeout_s": 5.0})
+    client.post(f"/weight_sync/sleep?{fields}").begin().answer()
 
 
 def test_a_server_sleeps_until_the_next_push_and_requests_wait(server_of_pushes):

@@ -338,11 +338,9 @@ def test_all_weights_go_through_the_memory_of_a_gpu_that_both_sides_share(
     monkeypatch.setattr(weight_sync, "gpu_uuid", lambda device: "gpu-0")
     sync, model = sync_with(), make_tiny_model()
     sync.backend, fields = backend, {}
-    status, connect = sync.client.status(), sync.client.connect_weight_sync
+    status, post = sync.client.status(), sync.client.post
     sync.client.status = lambda: status | {"gpus": gpus}
-    sync.client.connect_weight_sync = lambda given, *rest: (
-        fields.update(given) or connect(given, *rest)
-    )
+    sync.client.post = lambda path, given, *rest: fields.update(given) or post(path, given, *rest)
     if kind != "full":
         model = with_trained_adapter(model)
     sync.connect(model, *what_to_send(model, kind if kind == "adapter" else "merged"))

@@ -22,18 +22,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import suppress
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from verifiers_rl.inference import (
-    InferenceClient,
-    InferenceServerError,
-    ServerLostError,
-    wait_for_servers,
-)
+from verifiers_rl.inference import InferenceClient, InferenceServerError, ServerLostError
 from verifiers_rl.process.waiting import wait_until
 from verifiers_rl.sync.sources import choose_lora_sync
 from verifiers_rl.sync.weight_sync import WeightSync, push_to_all
@@ -130,8 +125,9 @@ class ServerPool:
         status of the first that does.
 
         Raises:
-            InferenceServerError: see `wait_for_servers`, or a server is another one than the run
-                needs.
+            InferenceServerError: none has answered, or one is another server than the run needs, or
+                is not `vf-vllm`, or the token is wrong.
+            Interrupted: a signal asks the run to end.
         """
         answers = self._wait_for(len(self.replicas))
         if missing := [one.url for one in self.replicas if one.sync is None]:
@@ -159,8 +155,28 @@ class ServerPool:
         self._wait_for(1)
 
     def _wait_for(self, number: int) -> list[dict[str, Any]]:
-        finds = {one.client: partial(self._find, one) for one in self.replicas}
-        return wait_for_servers(finds, number, self.timeout_s)
+        """Ask the servers until `number` of them have answered, or `timeout_s` has passed and one
+        has. Return their status, in the order in which they came. Raises as `wait_until_ready`.
+        """
+        answers, missing = list[dict[str, Any]](), [*self.replicas]
+
+        def ask() -> bool:
+            for replica in [*missing]:
+                with suppress(ServerLostError):
+                    answers.append(self._find(replica))
+                    missing.remove(replica)
+            return len(answers) >= number
+
+        where = ", ".join(replica.url for replica in missing)
+        limit = f"{self.timeout_s:g} s"
+        wait_until(ask, f"the server at {where}, {limit} at most,", self.timeout_s)
+        if not answers:
+            raise InferenceServerError(
+                f"no server at {where} after {limit} (vllm_server_timeout). "
+                f"Start one with `vf-vllm --model ... --port {missing[0].client.port}`, or set "
+                "vllm_server_host and vllm_server_port, or vllm_servers for several"
+            )
+        return answers
 
     def push(self, model: nn.Module, policy_version: int) -> dict[str, float]:
         """Replace the policy of all replicas that answer; return once they have the weights. One
@@ -343,7 +359,7 @@ class ServerPool:
         one anew.
         """
         for host, port in joined:
-            new = Replica(InferenceClient(host, port, self.timeout_s))
+            new = Replica(InferenceClient(host, port))
             with self._lock:
                 if new.url in {replica.url for replica in self.replicas}:
                     continue

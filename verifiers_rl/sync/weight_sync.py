@@ -27,7 +27,9 @@ from __future__ import annotations
 import base64
 import logging
 import math
+import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +37,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
 from operator import methodcaller
 from typing import Any, Literal
+from urllib.parse import urlencode
 
 from torch import Tensor, nn
 
@@ -141,7 +144,7 @@ class WeightSync:
     @property
     def model_name(self) -> str:
         """What rollout requests put into `model=` to reach the synced policy; from `connect` on."""
-        return ADAPTER_NAME if self.plan.adapter else self.client.served_model_name
+        return ADAPTER_NAME if self.plan.adapter else self._served_name
 
     def connect(
         self, model: nn.Module, sources: dict[str, Source], adapter: AdapterConfig | None
@@ -166,6 +169,7 @@ class WeightSync:
     ) -> None:
         status = self.client.status()
         self.plan = make_plan(sources, adapter, status, self.bucket_bytes)
+        self._served_name: str = status["served_model_name"]
         device = next(model.parameters()).device
         own, gpus = gpu_uuid(device), status["gpus"]
         backend: str = choose_backend(self.backend, own, gpus)
@@ -174,6 +178,7 @@ class WeightSync:
         fields = {
             "timeout_s": self.timeout_s,
             "trainer": self._trainer,
+            "name": f"process {os.getpid()} on {socket.gethostname()}",
             "plan": self.plan.model_dump(),
         }
         self._request = None  # of the connection before
@@ -187,7 +192,11 @@ class WeightSync:
             )
             unique_id = self._by_nccl(self._nccl, self._nccl.unique_id)
             fields[f"{backend}_id"] = base64.b64encode(unique_id).decode()
-        self._request = self._hold = self.client.connect_weight_sync(fields, self.timeout_s)
+        # The server refuses other trainers until this request is closed, or this process ends, in
+        # whatever way. So its reply stays open.
+        self._request = self._hold = self.client.post(
+            "/weight_sync/connect", fields, self.timeout_s
+        )
         self._hold.begin()
         if self._nccl is not None:
             self._by_nccl(self._nccl, self._nccl.wait_until_connected)
@@ -212,7 +221,8 @@ class WeightSync:
             "timeout_s": self.timeout_s,
         }
         num_bytes = self.plan.body_bytes if self._nccl is None else 0
-        self._request = self.client.receive_weights(fields, num_bytes, self.timeout_s)
+        path = f"/weight_sync/receive?{urlencode(fields)}"
+        self._request = self.client.post(path, None, self.timeout_s, num_bytes)
         self._request.begin()
 
     def send(self, bucket: Tensor) -> None:
@@ -254,7 +264,8 @@ class WeightSync:
     def sleep(self) -> None:
         """Let the server leave its GPU's memory to this process until the next push."""
         fields = {"connection": self.connection, "timeout_s": self.timeout_s}
-        self.client.sleep(fields, self._answer_s)
+        path = f"/weight_sync/sleep?{urlencode(fields)}"
+        self.client.post(path, None, self._answer_s).begin().answer()
 
     def check_server(self) -> dict[str, Any]:
         """Return the status of the server if it still has the weights of the last push.
