@@ -176,23 +176,21 @@ def merged_sources(model: Any) -> dict[str, Source]:
     its trained copy. The trainer's own tensors do not change, so nothing drifts.
     """
     from peft.tuners.lora import LoraLayer
-    from peft.utils import ModulesToSaveWrapper
 
     base = model.get_base_model()
-    changed: dict[str, Source] = {}
-    for prefix, module in base.named_modules():
-        if isinstance(module, LoraLayer):
-            name = plain_name(f"{prefix}.{getattr(module, 'parameter_name', 'weight')}")
-            weight = source_of(_adapted_weight(module))
-            changed[name] = weight._replace(make=partial(_merge, module))
-        elif isinstance(module, ModulesToSaveWrapper):
-            trained = module.modules_to_save["default"]
-            changed |= {f"{prefix}.{n}": source_of(p) for n, p in trained.named_parameters()}
+    adapted = {
+        plain_name(f"{prefix}.{getattr(module, 'parameter_name', 'weight')}"): module
+        for prefix, module in base.named_modules()
+        if isinstance(module, LoraLayer)
+    }
     merged: dict[str, Source] = {}
     for name, source in full_sources(base).items():
-        if ".lora_" not in name:
-            name = plain_name(name)
-            merged.setdefault(name, changed.get(name) or source)
+        if ".lora_" in name or ".original_module." in name:  # which a trained copy replaces
+            continue
+        name = plain_name(name)
+        if (module := adapted.get(name)) is not None:
+            source = source._replace(make=partial(_merge, module, source))
+        merged[name] = source
     return merged
 
 
@@ -203,22 +201,20 @@ def plain_name(name: str) -> str:
     return re.sub(r"\.(base_layer|original_module|modules_to_save\.default)(?=\.)", "", name)
 
 
-def _adapted_weight(module: Any) -> Tensor:
-    """Return what a LoRA layer adapts: a layer's weight, or a tensor of `target_parameters`."""
-    if hasattr(module, "parameter_name"):
-        return module.get_param()
-    return module.get_base_layer().weight
-
-
 @torch.no_grad()
-def _merge(module: Any) -> Tensor:
-    """Return W + scale * B A in float32, for a tensor of experts the same of each expert."""
+def _merge(module: Any, adapted: Source) -> Tensor:
+    """Return W + scale * B A in float32, for a tensor of experts the same of each expert.
+
+    Args:
+        module: the LoRA layer.
+        adapted: W.
+    """
     is_embedding = "default" in module.lora_embedding_A
     if is_embedding:
         a, b = module.lora_embedding_A["default"], module.lora_embedding_B["default"]
     else:
         a, b = module.lora_A["default"].weight, module.lora_B["default"].weight
-    weight = gather_full(_adapted_weight(module)).float()
+    weight = adapted.make().float()
     a, b = gather_full(a).float(), gather_full(b).float()  # (r, in), (out, r)
     add: Any = torch.addmm
     is_transposed = is_embedding or getattr(module, "fan_in_fan_out", False)
