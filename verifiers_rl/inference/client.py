@@ -62,8 +62,8 @@ def save_token(port: int, token: str) -> Path:
     path = token_file(port)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(token.encode())
+    path.touch(0o600, exist_ok=False)  # else it is a file of somebody else
+    path.write_text(token, "utf-8")
     return path
 
 

@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Awaitable
 from contextlib import nullcontext, suppress
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Query, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import Base64Bytes, BaseModel, Field, PositiveFloat
@@ -67,20 +67,6 @@ class Connection(BaseModel):
     plan: TransferPlan
     nccl_id: Annotated[Base64Bytes, Field(min_length=ID_BYTES, max_length=ID_BYTES)] | None = None
     ipc_id: Annotated[Base64Bytes, Field(min_length=ID_BYTES + 1)] | None = None
-
-
-class Push(BaseModel):
-    """What a push says of itself, in its URL, because its body is the weights.
-
-    Attributes:
-        connection: its name, which `connect` has returned.
-        policy_version: of the weights that come.
-        timeout_s: deadline of the push.
-    """
-
-    connection: str
-    policy_version: int
-    timeout_s: PositiveFloat
 
 
 class WeightRoutes:
@@ -219,11 +205,18 @@ class WeightRoutes:
         return hold
 
     async def receive(
-        self, push: Annotated[Push, Query()], request: Request
+        self, request: Request, connection: str, policy_version: int, timeout_s: PositiveFloat
     ) -> dict[str, int | None]:
-        """Let the workers take one push."""
+        """Let the workers take one push. What it says of itself is in its URL, because its body is
+        the weights.
+
+        Args:
+            connection: its name, which `connect` has returned.
+            policy_version: of the weights that come.
+            timeout_s: deadline of the push.
+        """
         async with self._lock:
-            hold, shared = self._hold_of(push.connection)
+            hold, shared = self._hold_of(connection)
             length = request.headers.get("content-length")
             expected = sum(hold.sizes) + DIGEST_BYTES * len(hold.sizes)
             if length != str(expected):
@@ -232,7 +225,7 @@ class WeightRoutes:
                 )
             hold.shared = None  # if it fails, they hold a part of this push
             await self._wake(["weights"])
-            await self._load(push, request, shared, hold.sizes)
+            await self._load(request, shared, hold.sizes, policy_version, timeout_s)
             await self._wake()  # only now, so that no request goes on with the old weights
             hold.shared = shared
             return {"policy_version": self.policy_version}
@@ -295,10 +288,15 @@ class WeightRoutes:
                 engine.admits.set()
 
     async def _load(
-        self, push: Push, request: Request, shared: SharedBuffers, sizes: list[int]
+        self,
+        request: Request,
+        shared: SharedBuffers,
+        sizes: list[int],
+        policy_version: int,
+        timeout_s: float,
     ) -> None:
         """Let the workers load a push; from then on, requests continue on its weights."""
-        engine, timeout_s = self.vllm.engine_client, push.timeout_s
+        engine = self.vllm.engine_client
         deadline = asyncio.get_running_loop().time() + timeout_s
         filling = shared.fill(request.stream(), sizes)
         for _ in range(shared.num_buffers):
@@ -310,7 +308,7 @@ class WeightRoutes:
                 *(all_before(coming, deadline, timeout_s), shared, timeout_s),
                 *("weight_sync_receive", timeout_s),
             )
-            await self._set_version(push.policy_version)
+            await self._set_version(policy_version)
 
     async def _let_work(
         self, coming: Awaitable[None], shared: SharedBuffers, timeout_s: float, *call: Any

@@ -93,6 +93,7 @@ class ServerPool:
         policy_version: of the last push; None if the servers need the weights again.
         model_name: the model name in rollout requests, from the first push on.
         sleeps: a server can leave its GPU's memory to the trainer between pushes.
+        on_lost: called with the URL of each server that is lost, on any thread.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class ServerPool:
         self._make_sync = make_sync
         self._check_server, self._check_agreement = check_server, check_agreement
         self._facts: dict[str, Any] = {}  # in which all servers are alike
-        self._on_lost: list[Callable[[str], None]] = []
+        self.on_lost: Callable[[str], None] = lambda url: None
         self._lock = threading.RLock()
         self._stop = threading.Event()
         self._watching: list[threading.Thread] = []
@@ -302,23 +303,15 @@ class ServerPool:
             replica.num_running += 1
             return replica.url
 
-    def release(self, url: str) -> None:
-        """A rollout has left this server."""
-        with self._lock:
-            for replica in self.replicas:
-                replica.num_running -= replica.url == url
-
-    def report_lost(self, url: str) -> None:
-        """A rollout could not reach this server. Until it has answered the pool, new rollouts go
-        to others.
+    def release(self, url: str, is_lost: bool = False) -> None:
+        """A rollout has left this server. If it could not reach the server, new rollouts go to
+        others until the server has answered the pool.
         """
         with self._lock:
             for replica in self.replicas:
-                replica.is_in_doubt |= replica.url == url
-
-    def call_when_lost(self, callback: Callable[[str], None]) -> None:
-        """Call this with the URL of each server that is lost from now on, on any thread."""
-        self._on_lost.append(callback)
+                if replica.url == url:
+                    replica.num_running -= 1
+                    replica.is_in_doubt |= is_lost
 
     # --- Looking at the replicas ------------------------------------------------------------------
 
@@ -409,5 +402,4 @@ class ServerPool:
                 "%s; its %d rollouts begin again at the other servers", error, replica.num_running
             )
         sync.close()
-        for callback in self._on_lost:
-            callback(replica.url)
+        self.on_lost(replica.url)
