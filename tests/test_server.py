@@ -59,7 +59,7 @@ from verifiers_rl.inference.server import (
     make_parser,
 )
 from verifiers_rl.sync.plan import TransferPlan
-from verifiers_rl.sync.shared_buffers import attach
+from verifiers_rl.sync.shared_buffers import SharedBuffers
 
 
 class Engine:
@@ -246,13 +246,6 @@ def test_logprobs_of_a_prompt_are_refused_where_the_head_may_have_an_adapter():
             refuse_beside_adapters(SimpleNamespace(target_modules=adapted))
     refuse_beside_adapters(SimpleNamespace(target_modules=["q_proj"]))
     refuse_beside_adapters(None)
-
-
-@pytest.mark.slow  # it imports vLLM
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_vllms_parser_has_our_defaults():
-    args = make_parser().parse_args(["--model", "m"])
-    assert (args.host, args.gpu_memory_utilization) == ("127.0.0.1", 0.88)
 
 
 @OF_VLLM
@@ -465,7 +458,7 @@ class Workers:
     def __call__(self, method, number, *args):
         if method == "weight_sync_connect":
             self.connections.append(args)
-            self.shared[number] = attach(args[1])
+            self.shared[number] = SharedBuffers(*args[1])
         work = self.take if method == "weight_sync_receive" else self.connect
         try:
             if work is not None:
@@ -697,7 +690,7 @@ def test_a_connection_between_gpus_hands_the_id_on_and_awaits_no_body(
         fields = {f"{way}_id": base64.b64encode(unique_id).decode()}
         hold, connection = connected(client, **fields)
         (plan, address, given, _) = workers.connections[-1]
-        assert given == unique_id and address[2:] == [2, 0, 0] and plan == PLAN.model_dump_json()
+        assert given == unique_id and address[1:] == (2, 0, 0) and plan == PLAN.model_dump_json()
         assert pushed(client, connection, b"").answer() == {"policy_version": 3}
         for wrong in ("AAAA", "not base64", base64.b64encode(bytes(other)).decode()):
             with pytest.raises(InferenceServerError, match=f"400: {way}_id="):
@@ -1140,12 +1133,14 @@ def test_flags_that_training_cannot_have_are_refused(flags, message):
     assert found is None if message is None else found.startswith(message)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's own, while it is imported
-def test_two_servers_do_not_sample_by_the_same_seed():
-    seeds = [vf_vllm.make_parser().parse_args(["--model", "m"]).seed for _ in range(2)]
-    assert seeds[0] != seeds[1]
-    assert vf_vllm.make_parser().parse_args(["--model", "m", "--seed", "3"]).seed == 3
+@pytest.mark.slow  # it imports vLLM
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_vllms_parser_has_our_defaults_and_a_seed_for_each_server():
+    first, second = (make_parser().parse_args(["--model", "m"]) for _ in range(2))
+    assert (first.host, first.gpu_memory_utilization) == ("127.0.0.1", 0.88)
+    assert first.seed != second.seed
+    assert make_parser().parse_args(["--seed", "3"]).seed == 3
+    assert make_parser().parse_args([]).model is None  # which is asked for
 
 
 RESERVE = """

@@ -76,9 +76,8 @@ def find_token(host: str, port: int) -> str:
     if host not in LOOPBACK:  # another machine must not learn the token of a server here
         return ""
     try:
-        path = token_file(port)
-        return path.read_text("utf-8") if path.is_file() else ""
-    except (OSError, RuntimeError):  # no home, or that of another user: nothing was left here
+        return token_file(port).read_text("utf-8")
+    except (OSError, RuntimeError):  # nothing was left here, or no home, or that of another user
         return ""
 
 

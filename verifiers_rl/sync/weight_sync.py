@@ -62,21 +62,26 @@ POLL_S = 0.5
 
 
 def choose_backend(
-    wanted: Literal["auto", "nccl", "http"], own: str | None, workers: Sequence[str | None]
-) -> Literal["nccl", "http"]:
+    wanted: Literal["auto", "nccl", "http"],
+    own: str | None,
+    workers: Sequence[str | None],
+    is_adapter: bool,
+) -> Literal["nccl", "ipc", "http"]:
     """Choose the way between this GPU and the workers' GPUs (uuids; None for a CPU).
 
     Raises:
         InferenceServerError: NCCL is wanted, and cannot work between them.
     """
     gpus = {own, *workers}
-    is_possible = None not in gpus and len(gpus) == 1 + len(workers)
-    if wanted == "nccl" and not is_possible:
+    if None not in gpus and len(gpus) == 1 + len(workers) and wanted != "http":
+        return "nccl"
+    if wanted == "nccl":
         raise InferenceServerError(
             "weight_sync_backend='nccl' needs a GPU of its own for the trainer and for each of the "
             "server's workers, but that is not the case here; use 'auto'"
         )
-    return "nccl" if is_possible and wanted != "http" else "http"
+    shares_gpu = own is not None and [own] == workers and wanted == "auto"
+    return "ipc" if shares_gpu and not is_adapter else "http"  # as good for an adapter
 
 
 def make_plan(
@@ -162,7 +167,16 @@ class WeightSync:
             return
         with self._connecting:
             self.close()  # something between us and the server may have cut what held it
-            self._connect(model, sources, adapter)
+            try:
+                self._connect(model, sources, adapter)
+            except ServerLostError as error:
+                if self._nccl is None or self._nccl.way != "CUDA IPC":
+                    raise
+                # Some memory cannot be shared, as of a part of a GPU.
+                logger.warning("%s; HTTP is tried next", error)
+                self.close()
+                self.backend = "http"
+                self._connect(model, sources, adapter)
 
     def _connect(
         self, model: nn.Module, sources: dict[str, Source], adapter: AdapterConfig | None
@@ -171,10 +185,9 @@ class WeightSync:
         self.plan = make_plan(sources, adapter, status, self.bucket_bytes)
         self._served_name: str = status["served_model_name"]
         device = next(model.parameters()).device
-        own, gpus = gpu_uuid(device), status["gpus"]
-        backend: str = choose_backend(self.backend, own, gpus)
-        if own and gpus == [own] and self.backend == "auto" and adapter is None:
-            backend = "ipc"  # for an adapter, HTTP is as good
+        backend = choose_backend(
+            self.backend, gpu_uuid(device), status["gpus"], adapter is not None
+        )
         fields = {
             "timeout_s": self.timeout_s,
             "trainer": self._trainer,
@@ -252,8 +265,6 @@ class WeightSync:
             return work()
         except (NcclError, GivenUpError) as error:
             reason = f"weights over {nccl.way} to {self.client.base_url}: {error}"
-            if nccl.way == "CUDA IPC":  # some memory cannot be shared, as of a part of a GPU
-                self.backend, reason = "http", f"{reason}; HTTP is tried next"
             if self._request is not None:
                 try:
                     self._request.answer(LAST_WORD_S)
