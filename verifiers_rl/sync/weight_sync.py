@@ -170,7 +170,8 @@ class WeightSync:
             try:
                 self._connect(model, sources, adapter)
             except ServerLostError as error:
-                if self._nccl is None or self._nccl.way != "CUDA IPC":
+                nccl = self._nccl  # None: another thread has given all of this up
+                if nccl is None or nccl.way != "CUDA IPC":
                     raise
                 # Some memory cannot be shared, as of a part of a GPU.
                 logger.warning("%s; HTTP is tried next", error)
