@@ -185,7 +185,7 @@ def try_server(family: Any, checkpoint: Path, folder: Path, results: Results) ->
 
     def push(server: Any, model: Any, old: Any, scale: float, lora_sync: Any) -> str:
         perturb(model, seed=1, scale=scale)
-        client = InferenceClient("127.0.0.1", server.port, timeout_s=60)
+        client = InferenceClient("127.0.0.1", server.port)
         sync = WeightSync(client, lora_sync=lora_sync, timeout_s=60)
         try:
             push_to(sync, model, 0)
@@ -198,7 +198,7 @@ def try_server(family: Any, checkpoint: Path, folder: Path, results: Results) ->
         return f"{new:.1g}"
 
     def check(server: Any, model: Any) -> str:
-        name = InferenceClient("127.0.0.1", server.port, timeout_s=60).served_model_name
+        name = InferenceClient("127.0.0.1", server.port).status()["served_model_name"]
         difference = largest_difference(model, server, name)
         assert difference < tolerance, f"logprobs differ by {difference:.2g} nats"
         return f"{difference:.1g}"
@@ -241,7 +241,7 @@ def try_server(family: Any, checkpoint: Path, folder: Path, results: Results) ->
 def is_dead(server: Any) -> bool:
     from verifiers_rl.inference.client import InferenceClient, InferenceServerError
 
-    client = InferenceClient("127.0.0.1", server.port, timeout_s=60)
+    client = InferenceClient("127.0.0.1", server.port)
     try:
         client.status()
     except InferenceServerError:

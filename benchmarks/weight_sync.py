@@ -292,7 +292,9 @@ def measure(folder: Path, raw: RawReceiver, rows: Rows, options: argparse.Namesp
         measure_rounds(modes, options.repeats, rows)
         generations = {
             "generate adapter": lambda: generate(client, sync.model_name, options),
-            "generate base": lambda: generate(client, client.served_model_name, options),
+            "generate base": lambda: generate(
+                client, client.status()["served_model_name"], options
+            ),
         }
         measure_rounds(generations, options.generations, rows)
         sync.close()
@@ -311,7 +313,13 @@ class StandIn(InferenceClient):
         super().__init__("127.0.0.1", ours.recv())
 
     def status(self) -> dict[str, Any]:
-        return {"world_size": 1, "gpus": [None], "dtype": "bfloat16", "lora_dtype": None}
+        return {
+            "world_size": 1,
+            "gpus": [None],
+            "dtype": "bfloat16",
+            "lora_dtype": None,
+            "served_model_name": "m",
+        }
 
     def hold(self, trainer: str) -> Any:
         return socket.socket()  # has a `close`, as a hold has

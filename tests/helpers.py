@@ -16,6 +16,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 import numpy as np
 import torch
@@ -376,7 +377,7 @@ class StubServer:
         calls: "sleep" and "push", in their order.
     """
 
-    host, served_model_name = "127.0.0.1", "base"
+    host = "127.0.0.1"
 
     def __init__(
         self, number: int = 0, dtype: str = "float32", lora_dtype: str | None = None
@@ -407,36 +408,27 @@ class StubServer:
             "gpus": [None],
             "dtype": self.dtype,
             "lora_dtype": self.lora_dtype,
-            "served_model_name": self.served_model_name,
+            "served_model_name": "base",
             "joined": self.joined,
             "sleeps": self.sleeps,
         }
 
-    def sleep(self, fields: dict[str, Any], timeout_s: float) -> None:
-        if not self.is_up:
-            raise ServerLostError(f"no answer from {self.base_url}")
-        assert fields["connection"] == self.connection and 0 < fields["timeout_s"] < timeout_s
-        self.calls.append("sleep")
+    def post(
+        self, path: str, fields: Any = None, timeout_s: float = 30.0, num_bytes: int = 0
+    ) -> StubRequest:
+        url = urlsplit(path)
+        given: dict[str, Any] = fields or dict(parse_qsl(url.query))
 
-    def connect_weight_sync(self, fields: dict[str, Any], timeout_s: float) -> StubRequest:
         def connect(data: bytearray) -> dict[str, Any]:
-            self.plan = TransferPlan.model_validate_json(json.dumps(fields["plan"]))
+            self.plan = TransferPlan.model_validate_json(json.dumps(given["plan"]))
             self.connection = f"to {self.base_url}"
-            self.held.append(fields["trainer"])
+            self.held.append(given["trainer"])
             return {"connection": self.connection}
 
         def close() -> None:
-            if fields["trainer"] in self.held:
-                self.held.remove(fields["trainer"])
+            if given["trainer"] in self.held:
+                self.held.remove(given["trainer"])
 
-        request: Any = StubRequest(self, connect)
-        self.hold = request
-        request.close = close
-        return request
-
-    def receive_weights(
-        self, fields: dict[str, Any], num_bytes: int, timeout_s: float
-    ) -> StubRequest:
         def receive(data: bytearray) -> dict[str, Any]:
             self.on_answer()
             assert len(data) == num_bytes
@@ -447,11 +439,22 @@ class StubServer:
                 assert digest_of(packed.numpy()) == bytes(buffer[:DIGEST_BYTES].tolist())
                 self.weights |= dict(bucket.views(packed))
                 buffer = buffer[DIGEST_BYTES:]
-            self.policy_version = fields["policy_version"]
+            self.policy_version = int(given["policy_version"])
             self.calls.append("push")
             return {}
 
-        return StubRequest(self, receive)
+        def sleep(data: bytearray) -> dict[str, Any]:
+            assert given["connection"] == self.connection
+            assert 0 < float(given["timeout_s"]) < timeout_s
+            self.calls.append("sleep")
+            return {}
+
+        works = {"connect": connect, "receive": receive, "sleep": sleep}
+        request: Any = StubRequest(self, works[url.path.removeprefix("/weight_sync/")])
+        if "trainer" in given:
+            assert given["name"].startswith(f"process {os.getpid()} on ")
+            self.hold, request.close = request, close
+        return request
 
 
 def stub_servers(monkeypatch: Any, **status: Any) -> list[StubServer]:
@@ -459,10 +462,9 @@ def stub_servers(monkeypatch: Any, **status: Any) -> list[StubServer]:
     made: list[StubServer] = []
 
     class Server(StubServer):
-        def __init__(self, host: str, port: int, timeout_s: float) -> None:
+        def __init__(self, host: str, port: int) -> None:
             super().__init__(port)
-            self.base_url, self.timeout_s = f"http://{host}:{port}", timeout_s
-            self.num_asked = 0
+            self.base_url, self.num_asked = f"http://{host}:{port}", 0
             made.append(self)
 
         def status(self) -> dict[str, Any]:

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -29,7 +31,8 @@ class StubServer:
     def status(self):
         return {"dtype": self.dtype}
 
-    def complete(self, body, timeout_s):
+    def post(self, path, body, timeout_s):
+        assert path == "/v1/completions"
         self.bodies.append(body)
         generator = torch.Generator().manual_seed(0)
         ids, logprobs = list(body["prompt"]), []
@@ -39,7 +42,9 @@ class StubServer:
             noise = self.noise * torch.randn(1, generator=generator).item()
             logprobs.append(policy[ids[-1]].item() + noise)
         new = ids[len(body["prompt"]) :]
-        return {"choices": [{"token_ids": new, "logprobs": {"token_logprobs": logprobs}}]}
+        reply = {"choices": [{"token_ids": new, "logprobs": {"token_logprobs": logprobs}}]}
+        request = SimpleNamespace(answer=lambda: reply)
+        return SimpleNamespace(begin=lambda: request)
 
 
 def args_with(**options):

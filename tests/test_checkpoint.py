@@ -1,4 +1,9 @@
+"""Flags that follow from the served checkpoint, and which servers that quantise can take the
+weights of a push; decided before vLLM starts.
+"""
+
 import json
+import re
 from argparse import Namespace
 
 import pytest
@@ -8,45 +13,107 @@ from verifiers_rl.inference.checkpoint import fit_to_checkpoint
 
 DELTA_NET = {"model_type": "qwen3_5_text", "linear_conv_kernel_dim": 4}
 QWEN3_5 = {"model_type": "qwen3_5", "text_config": DELTA_NET, "vision_config": {}}
+PLAIN = {"model_type": "qwen3"}
+IN_FP8 = PLAIN | {"quantization_config": {"quant_method": "fp8"}}
 
 
-def fitted(folder, config, *argv, **given):
-    (folder / "config.json").write_text(json.dumps(config))
-    flags = {"language_model_only": False, "limit_mm_per_prompt": {}, "dtype": "auto"}
-    flags |= {"enable_lora": False, "quantization": None, "quantization_config": None}
-    args = Namespace(model=str(folder), revision=None, **{**flags, **given})
-    return args, fit_to_checkpoint(args, argv)
+@pytest.fixture
+def fitted(tmp_path, monkeypatch):
+    """These flags behind fit_to_checkpoint, and what it says of them."""
+
+    def fit(config, *argv, on_gpu=True, **given):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        flags = {"language_model_only": False, "limit_mm_per_prompt": {}, "dtype": "auto"}
+        flags |= {"enable_lora": False, "quantization": None, "quantization_config": None}
+        flags |= {"enforce_eager": False, "model": str(tmp_path), "revision": None}
+        args = Namespace(**flags | given)
+        return args, fit_to_checkpoint(args, argv)
+
+    return fit
 
 
-def test_a_vision_tower_is_left_out_unless_it_is_asked_for(tmp_path):
-    args, problem = fitted(tmp_path, QWEN3_5)
+def test_a_vision_tower_is_left_out_unless_it_is_asked_for(fitted):
+    args, problem = fitted(QWEN3_5)
     assert args.language_model_only and problem is None
-    assert not fitted(tmp_path, QWEN3_5, "--no-language-model-only")[0].language_model_only
+    assert not fitted(QWEN3_5, "--no-language-model-only")[0].language_model_only
     given = {"limit_mm_per_prompt": {"image": 1}}
-    assert not fitted(tmp_path, QWEN3_5, **given)[0].language_model_only
-    assert not fitted(tmp_path, {"model_type": "qwen3"})[0].language_model_only
+    assert not fitted(QWEN3_5, **given)[0].language_model_only
+    assert not fitted(PLAIN)[0].language_model_only
 
 
 @pytest.mark.parametrize("config", [DELTA_NET, QWEN3_5])
-def test_linear_attention_is_computed_in_bfloat16_on_a_cpu(tmp_path, monkeypatch, config):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert fitted(tmp_path, config)[0].dtype == "bfloat16"
-    assert fitted(tmp_path, config, dtype="bfloat16")[1] is None
-    assert "--dtype float32: on a CPU" in fitted(tmp_path, config, dtype="float32")[1]
-    assert fitted(tmp_path, {"model_type": "qwen3"}, dtype="float32")[1] is None
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert fitted(tmp_path, config, dtype="float32")[1] is None
-    assert fitted(tmp_path, config)[0].dtype == "auto"
+def test_linear_attention_is_computed_in_bfloat16_on_a_cpu(fitted, config):
+    assert fitted(config, on_gpu=False)[0].dtype == "bfloat16"
+    assert fitted(config, on_gpu=False, dtype="bfloat16")[1] is None
+    assert "--dtype float32: on a CPU" in fitted(config, on_gpu=False, dtype="float32")[1]
+    assert fitted(PLAIN, on_gpu=False, dtype="float32")[1] is None
+    assert fitted(config, dtype="float32")[1] is None
+    assert fitted(config)[0].dtype == "auto"
 
 
-def test_an_adapter_beside_experts_is_refused_on_a_cpu(tmp_path, monkeypatch):
+def test_an_adapter_beside_experts_is_refused_on_a_cpu(fitted):
     experts = {"model_type": "qwen3_moe", "num_experts": 4}
     inside = {"model_type": "qwen3_5_moe", "text_config": DELTA_NET | {"num_experts": 4}}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for config in (experts, inside):
-        problem = fitted(tmp_path, config, enable_lora=True)[1]
+        problem = fitted(config, on_gpu=False, enable_lora=True)[1]
         assert problem.startswith("--enable-lora: on a CPU") and "lora_sync='merged'" in problem
-        assert fitted(tmp_path, config)[1] is None
-    assert fitted(tmp_path, {"model_type": "qwen3"}, enable_lora=True)[1] is None
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert fitted(tmp_path, experts, enable_lora=True)[1] is None
+        assert fitted(config, on_gpu=False)[1] is None
+    assert fitted(PLAIN, on_gpu=False, enable_lora=True)[1] is None
+    assert fitted(experts, enable_lora=True)[1] is None
+
+
+@pytest.mark.parametrize(
+    ("config", "flags", "name", "warns"),
+    [
+        (PLAIN, {}, None, False),
+        (PLAIN, {"quantization": "fp8"}, "fp8_per_tensor", True),
+        (PLAIN, {"quantization": "fp8_per_block"}, "fp8_per_block", True),
+        (
+            PLAIN,
+            {"quantization": "online", "quantization_config": {"linear": "fp8_per_block"}},
+            "online",
+            True,
+        ),
+        (PLAIN, {"quantization": "awq", "enable_lora": True}, "awq", True),
+        # A checkpoint that is quantised keeps its flags.
+        (IN_FP8, {"quantization": "fp8"}, "fp8", False),
+        (IN_FP8, {"quantization": "fp8", "on_gpu": False}, "fp8", False),
+    ],
+)
+def test_what_can_take_a_push_gets_vllms_name_and_a_warning(
+    fitted, capsys, config, flags, name, warns
+):
+    args, problem = fitted(config, **flags)
+    assert problem is None and args.quantization == name
+    said = capsys.readouterr().err
+    assert ("the server rounds weights" in said and "mismatch_kl" in said) == warns
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (
+            {"quantization_config": {"linear": "fp8_per_block"}},
+            "--quantization-config: .* add --quantization online",
+        ),
+        ({"quantization": "awq"}, "--quantization awq: .* or train an adapter"),
+        ({"on_gpu": False, "quantization": "fp8"}, "--quantization fp8: .* or use a GPU"),
+    ],
+)
+def test_a_kind_that_cannot_be_made_of_a_push_is_refused_with_the_fix(fitted, flags, problem):
+    assert re.match(problem, fitted(PLAIN, **flags)[1])
+
+
+def test_the_installed_vllm_makes_fp8_of_plain_weights():
+    from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
+
+    assert {"fp8_per_tensor", "fp8_per_block", "online"} <= {*ONLINE_QUANT_SHORTHAND_NAMES}
+
+
+def test_experts_in_fp8_need_eager_mode_or_an_adapter(fitted):
+    for config in ({"num_experts": 8}, {"text_config": {"num_local_experts": 8}}):
+        problem = fitted(PLAIN | config, quantization="fp8")[1]
+        assert problem.startswith("--quantization fp8: with experts, CUDA graphs would go on")
+        for flag in ("enforce_eager", "enable_lora"):
+            assert fitted(PLAIN | config, quantization="fp8", **{flag: True})[1] is None

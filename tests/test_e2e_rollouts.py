@@ -165,7 +165,7 @@ def roll_out(server, tokenizer, replies, v1_path):
 
 
 def model_name(server):
-    return InferenceClient("127.0.0.1", server.port).served_model_name
+    return InferenceClient("127.0.0.1", server.port).status()["served_model_name"]
 
 
 def sampled_of(body, reply):

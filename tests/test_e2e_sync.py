@@ -123,7 +123,7 @@ def connect():
 
     def make(server, **options):
         leave()
-        client = InferenceClient("127.0.0.1", server.port, timeout_s=60)
+        client = InferenceClient("127.0.0.1", server.port)
         options = {"timeout_s": 60, "bucket_bytes": 1_000_000, **options}
         made.append(WeightSync(client, **options))
         return made[-1]
@@ -175,7 +175,7 @@ def test_full_weights_arrive_exactly_ten_times_in_a_row(full_server, connect):
     folder, server = full_server
     model, sync = load(folder), connect(server)
     # No policy yet: the server claims no version.
-    before = LongRequest(server, sync.client.served_model_name, max_tokens=1)
+    before = LongRequest(server, sync.client.status()["served_model_name"], max_tokens=1)
     before.join(60)
     assert before.reply.status_code == 200 and "x-policy-versions" not in before.reply.headers
     for version in range(10):
@@ -576,7 +576,10 @@ def check_tokens_on_both_sides(kind, folder, server, connect, num_requests=1):
 def test_every_way_to_generate_is_cut_where_a_push_meets_it(full_server, connect):
     folder, server = full_server
     model, sync = load(folder), connect(server)
-    chat = {"model": sync.client.served_model_name, "messages": [{"role": "user", "content": "a"}]}
+    chat = {
+        "model": sync.client.status()["served_model_name"],
+        "messages": [{"role": "user", "content": "a"}],
+    }
     chat |= {"max_tokens": 80, "ignore_eos": True}
     plain = {**chat, "prompt": "a"}
     plain.pop("messages")
@@ -696,7 +699,7 @@ def test_a_server_wakes_and_serves_when_its_trainer_is_killed(full_server, conne
         trainer.wait()
         trainer.stdout.close()
     sync, model = connect(server), load(folder)
-    left = LongRequest(server, sync.client.served_model_name, max_tokens=4)
+    left = LongRequest(server, sync.client.status()["served_model_name"], max_tokens=4)
     left.join(30)
     assert left.reply.headers["x-policy-versions"] == "0:7"
     perturb(model, seed=2)
@@ -772,10 +775,16 @@ def test_a_trainer_that_leaves_while_nccl_connects_leaves_a_server_for_the_next_
     model, sync = load(folder), connect(server)
     push_to(sync, model, 0)
     fields = {"nccl_id": base64.b64encode(bytes(128)).decode()}
-    fields |= {"timeout_s": 60.0, "plan": sync.plan.model_dump(), "trainer": sync._trainer}
+    fields |= {
+        "timeout_s": 60.0,
+        "plan": sync.plan.model_dump(),
+        "trainer": sync._trainer,
+        "name": "",
+    }
     # This server has no GPU, so its workers fail at once.
     with pytest.raises(InferenceServerError, match="NCCL failed"):
-        sync.client.connect_weight_sync(fields, 60.0).begin().answer(stays_open=True)
+        request = sync.client.post("/weight_sync/connect", fields, 60.0).begin()
+        request.answer(stays_open=True)
     completion(server, sync.model_name, max_tokens=4)
     perturb(model, seed=1)
     later = connect(server)

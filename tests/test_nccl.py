@@ -16,9 +16,11 @@ import torch
 
 from tests.helpers import ROOT, make_gloo_group, map_memory_of_cpu, share_memory_of_cpu
 from verifiers_rl.sync import nccl
+from verifiers_rl.sync.plan import SUM_BYTES
 from verifiers_rl.sync.shared_buffers import GivenUpError
 
 CPU = torch.device("cpu")
+BUCKET = torch.zeros(4 + SUM_BYTES, dtype=torch.uint8)
 
 
 class StubWork:
@@ -122,7 +124,7 @@ def test_a_message_that_never_completes_ends_at_our_deadline_and_is_aborted_once
     with ranks(timeout_s=0.5) as (made, _, _):
         rank = 0 if sends else 1
         transport = made[rank]
-        work = (lambda: transport.send(torch.zeros(4))) if sends else transport.receive(4)
+        work = (lambda: transport.send(BUCKET)) if sends else transport.receive(4)
         error, seconds = error_of(work)
         assert "over NCCL took longer than 0.5 s (vllm_server_timeout)" in str(error)
         assert 0.4 < seconds < 10
@@ -201,7 +203,7 @@ def test_what_nccl_reports_is_raised_unless_it_follows_from_another_end(groups):
     broken = RuntimeError("unhandled cuda error")
     groups.make(num_complete=2, error=broken)
     with ranks() as (made, _, given_up):
-        error, _ = error_of(lambda: made[0].send(torch.zeros(4)))
+        error, _ = error_of(lambda: made[0].send(BUCKET))
         assert type(error) is nccl.NcclError and str(error) == "NCCL failed: unhandled cuda error"
         receive = made[1].receive(4)
         given_up.set()
@@ -213,7 +215,7 @@ def test_a_transport_that_is_abandoned_stops_waiting(groups):
     groups.make(num_complete=1)
     with ranks() as (made, _, _):
         found = []
-        send = partial(made[0].send, torch.zeros(4))
+        send = partial(made[0].send, BUCKET)
         thread = threading.Thread(target=lambda: found.append(error_of(send)))
         thread.start()
         made[0].abandon()
@@ -248,7 +250,7 @@ def test_a_bucket_that_two_processes_share_is_filled_again_when_it_was_taken(sha
 
         def send_all():
             for number, num_bytes in ((1, 8), (2, 8), (3, 4)):
-                trainer.send(torch.full((num_bytes,), number, dtype=torch.uint8))
+                trainer.send(torch.full((num_bytes + SUM_BYTES,), number, dtype=torch.uint8))
                 num_sent.append(number)
 
         sending = threading.Thread(target=send_all)
@@ -263,9 +265,26 @@ def test_a_bucket_that_two_processes_share_is_filled_again_when_it_was_taken(sha
             buffer = worker.receive(num_bytes)()
             assert buffer.tolist() == [number] * num_bytes
         sending.join(10)
-        assert num_sent == [1, 2, 3] and taken.tolist() == [3] * 4 + [2] * 4
+        # Behind it is its checksum: the sum of two words, each 0x0303.
+        assert num_sent == [1, 2, 3] and taken.tolist() == [3] * 4 + [6, 6] + [0] * 10
         filled.zero_()
         assert buffer.tolist() == [3] * 4  # the worker's own
+
+
+@pytest.mark.parametrize("place", [0, 3, 4, 11])  # of the bucket, or of its checksum
+def test_a_bucket_with_another_byte_than_was_sent_is_refused(shared_bucket, place):
+    with ranks() as (made, _, _):
+        sending = threading.Thread(target=made[0].send, args=(BUCKET.clone(),))
+        sending.start()
+        number, in_memory = made[0]._group._counts, made[0]._group._bucket
+        deadline = time.monotonic() + 10
+        while number[0] < 2:  # the first message connects
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        in_memory[place] += 1
+        with pytest.raises(nccl.NcclError, match=r"other bytes than were sent \(checksum\)"):
+            made[1].receive(4)()
+        sending.join(10)
 
 
 @pytest.mark.parametrize("case", ["not taken", "not filled", "left"])
@@ -273,7 +292,7 @@ def test_a_bucket_for_which_the_other_side_does_nothing_ends_the_wait(shared_buc
     with ranks(timeout_s=0.5) as (made, _, given_up):
         if case == "left":
             given_up.set()
-        of_trainer = partial(made[0].send, torch.zeros(4, dtype=torch.uint8))
+        of_trainer = partial(made[0].send, BUCKET)
         error, seconds = error_of(of_trainer if case == "not taken" else made[1].receive(4))
         if case == "left":
             assert type(error) is GivenUpError
@@ -307,6 +326,7 @@ WORKER = """
 import sys, torch
 from tests.helpers import make_gloo_group
 from verifiers_rl.sync import nccl
+from verifiers_rl.sync.plan import SUM_BYTES
 
 device = torch.device(sys.argv[1])
 if device.type == "cpu":
@@ -341,7 +361,7 @@ def test_a_worker_joins_by_the_id_alone_and_its_death_does_not_end_the_trainer(m
         worker.stdin.write(unique_id.hex() + "\n")
         worker.stdin.flush()
         transport.wait_until_connected()
-        transport.send(torch.tensor([1, 2, 3, 4], dtype=torch.uint8, device=ours))
+        transport.send(torch.tensor([1, 2, 3, 4] + [0] * 8, dtype=torch.uint8, device=ours))
         assert worker.stdout.readline() == "[1, 2, 3, 4]\n"
         worker.kill()
         buffer = torch.zeros(2**26, dtype=torch.uint8, device=ours)

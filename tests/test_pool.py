@@ -205,7 +205,7 @@ def states(pool):
 def test_a_server_that_dies_serves_again_after_the_next_push(make_pool, caplog):
     pool, servers = make_pool(3)
     lost = []
-    pool.call_when_lost(lost.append)
+    pool.on_lost = lost.append
     pool.wait_until_ready()
     assert states(pool) == ["found"] * 3 and pool.lora_sync == "merged"
     assert push(pool, 0) == 3
@@ -342,7 +342,7 @@ def test_a_server_that_joins_is_used_from_the_next_push_on(make_pool, monkeypatc
     pool.wait_until_ready()
     push(pool, 0)
     new = StubServer(7)
-    monkeypatch.setattr(pool_module, "InferenceClient", lambda host, port, timeout_s: new)
+    monkeypatch.setattr(pool_module, "InferenceClient", lambda host, port: new)
     servers[0].joined = [("127.0.0.1", 7)]
     soon(lambda: states(pool) == ["serving", "found"])
     assert push(pool, 1) == push(pool, 2) == 2 and has_weights_of(new, MODEL)
@@ -414,7 +414,7 @@ def test_a_server_that_a_rollout_could_not_reach_gets_none_until_it_answers(make
     pool, servers = make_pool(2)
     pool.wait_until_ready()
     push(pool, 0)
-    pool.report_lost(servers[0].base_url)
+    pool.release(servers[0].base_url, is_lost=True)
     assert {pool.take(0) for _ in range(4)} == {servers[1].base_url}
     soon(lambda: states(pool) == ["serving"] * 2)
 
@@ -463,7 +463,7 @@ class Routing:
 
     def __init__(self, urls):
         self.running = dict.fromkeys(urls, 0)
-        self.lost, self.callbacks, self.taken = [], [], []
+        self.lost, self.taken, self.on_lost = [], [], None
 
     def take(self, policy_version):
         if not self.running:
@@ -473,14 +473,9 @@ class Routing:
         self.taken.append(url)
         return url
 
-    def release(self, url):
+    def release(self, url, is_lost):
         self.running[url] -= 1
-
-    def report_lost(self, url):
-        self.lost.append(url)
-
-    def call_when_lost(self, callback):
-        self.callbacks.append(callback)
+        self.lost += [url] * is_lost
 
 
 class Fault(Server):
@@ -536,7 +531,7 @@ def roll_out(tokenizer, tmp_path, servers, num_rollouts=4, env_workers=0, env=No
             urls = [await stack.enter_async_context(serving(s.answer, path)) for s in servers]
             router = Routing(urls)
             runner, places = make_runner(env, urls[0], tokenizer, args), Places(8, router)
-            router.call_when_lost(places.lose)
+            router.on_lost = places.lose
             try:
                 await runner.open()
                 sampling = args.sampling_args()
@@ -603,9 +598,8 @@ def test_a_request_to_a_server_that_hangs_ends_when_the_pool_finds_it_lost(
     async def lose(router):
         await hanging.is_hanging.wait()
         url = next(iter(router.running))
-        router.report_lost(url)
-        for callback in router.callbacks:
-            callback(url)
+        router.lost.append(url)
+        router.on_lost(url)
 
     servers = [hanging, good]
     group, _ = roll_out(tokenizer, tmp_path, servers, env_workers=env_workers, during=lose)

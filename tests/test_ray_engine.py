@@ -141,12 +141,14 @@ def test_a_server_that_starts_elsewhere_joins_through_one_that_answers(machines_
     up = ("10.0.0.0", "10.0.0.1")  # the teacher, and the last server
     monkeypatch.setattr(ray_engine, "answers", lambda address: address[0] in up)
     told = []
-    join = lambda known, *new: told.append((known.base_url, *new))  # noqa: E731
-    monkeypatch.setattr(InferenceClient, "join", join)
+    request = SimpleNamespace(begin=lambda: SimpleNamespace(answer=lambda: None))
+    post = lambda known, path: told.append(known.base_url + path) or request  # noqa: E731
+    monkeypatch.setattr(InferenceClient, "post", post)
     again = found.start_server(plans[0])
     assert again.wanted == ("10.0.0.3", 7000)
     # The trainer hears of the new address from a server that it knows.
-    assert told == [("http://10.0.0.1:7000", *again.address)]
+    assert again.address == ("10.0.0.4", 7000)
+    assert told == ["http://10.0.0.1:7000/weight_sync/join?host=10.0.0.4&port=7000"]
     found.start_server(plans[3])
     assert len(told) == 1
 

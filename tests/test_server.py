@@ -58,7 +58,7 @@ from verifiers_rl.inference.server import (
     make_parser,
 )
 from verifiers_rl.sync.plan import TransferPlan
-from verifiers_rl.sync.shared_buffers import attach
+from verifiers_rl.sync.shared_buffers import SharedBuffers
 
 
 class Engine:
@@ -245,13 +245,6 @@ def test_logprobs_of_a_prompt_are_refused_where_the_head_may_have_an_adapter():
             refuse_beside_adapters(SimpleNamespace(target_modules=adapted))
     refuse_beside_adapters(SimpleNamespace(target_modules=["q_proj"]))
     refuse_beside_adapters(None)
-
-
-@pytest.mark.slow  # it imports vLLM
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_vllms_parser_has_our_defaults():
-    args = make_parser().parse_args(["--model", "m"])
-    assert (args.host, args.gpu_memory_utilization) == ("127.0.0.1", 0.88)
 
 
 @OF_VLLM
@@ -464,7 +457,7 @@ class Workers:
     def __call__(self, method, number, *args):
         if method == "weight_sync_connect":
             self.connections.append(args)
-            self.shared[number] = attach(args[1])
+            self.shared[number] = SharedBuffers(*args[1])
         work = self.take if method == "weight_sync_receive" else self.connect
         try:
             if work is not None:
@@ -495,14 +488,16 @@ def server_of_pushes(monkeypatch):
 
 def connected(client, trainer="first", **change):
     """A request that holds the server, and the name of the connection."""
-    fields = {"timeout_s": 5.0, "trainer": trainer, "plan": PLAN.model_dump()} | change
-    request = client.connect_weight_sync(fields, 5.0).begin()
+    name = f"process {os.getpid()} on {socket.gethostname()}"
+    fields = {"timeout_s": 5.0, "trainer": trainer, "name": name, "plan": PLAN.model_dump()}
+    request = client.post("/weight_sync/connect", fields | change, 5.0).begin()
     return request, request.answer(stays_open=True)["connection"]
 
 
 def pushed(client, connection, body=BODY, num_bytes=None, timeout_s=5.0, **change):
     fields = PUSH | {"connection": connection, "timeout_s": timeout_s} | change
-    request = client.receive_weights(fields, num_bytes or len(body), timeout_s).begin()
+    path = f"/weight_sync/receive?{urlencode(fields)}"
+    request = client.post(path, None, timeout_s, num_bytes or len(body)).begin()
     request.write(memoryview(body))
     return request
 
@@ -651,7 +646,7 @@ def test_a_push_that_is_given_up_by_another_thread_ends_at_once(server_of_pushes
         request.give_up()
         thread.join(10)
         assert len(errors) == 1 and request.has_reply()  # it would end at once
-        request = client.receive_weights(PUSH, NUM_BYTES, 20.0)
+        request = client.post("/weight_sync/receive", None, 20.0, NUM_BYTES)
         request.give_up()
         with pytest.raises(ServerLostError, match="given up"):
             request.begin()  # also one that begins later
@@ -694,7 +689,7 @@ def test_a_connection_between_gpus_hands_the_id_on_and_awaits_no_body(
         fields = {f"{way}_id": base64.b64encode(unique_id).decode()}
         hold, connection = connected(client, **fields)
         (plan, address, given, _) = workers.connections[-1]
-        assert given == unique_id and address[2:] == [2, 0, 0] and plan == PLAN.model_dump_json()
+        assert given == unique_id and address[1:] == (2, 0, 0) and plan == PLAN.model_dump_json()
         assert pushed(client, connection, b"").answer() == {"policy_version": 3}
         for wrong in ("AAAA", "not base64", base64.b64encode(bytes(other)).decode()):
             with pytest.raises(InferenceServerError, match=f"400: {way}_id="):
@@ -718,11 +713,11 @@ def test_workers_in_nccl_hear_that_the_trainer_has_left(server_of_pushes, method
 
     workers = Workers(take=wait)
     with server_of_pushes(workers) as (client, _, _engine):
-        fields = {"timeout_s": 60.0, "trainer": "first", "plan": PLAN.model_dump()}
+        fields = {"timeout_s": 60.0, "trainer": "first", "name": "", "plan": PLAN.model_dump()}
         fields["nccl_id"] = base64.b64encode(bytes(128)).decode()
         if method == "connect":
             workers.connect = wait
-        request = client.connect_weight_sync(fields, 60.0).begin()
+        request = client.post("/weight_sync/connect", fields, 60.0).begin()
         if method == "receive":
             hold, connection = request, request.answer(stays_open=True)["connection"]
             request = pushed(client, connection, b"", timeout_s=60.0)
@@ -742,7 +737,8 @@ SLEEP, WAKE = "sleep", "wake up"
 
 
 def sleep(client, connection):
-    client.sleep({"connection": connection, "timeout_s": 5.0}, 5.0)
+    fields = urlencode({"connection": connection, "timeout_s": 5.0})
+    client.post(f"/weight_sync/sleep?{fields}").begin().answer()
 
 
 def test_a_server_sleeps_until_the_next_push_and_requests_wait(server_of_pushes):
@@ -1136,12 +1132,14 @@ def test_flags_that_training_cannot_have_are_refused(flags, message):
     assert found is None if message is None else found.startswith(message)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's own, while it is imported
-def test_two_servers_do_not_sample_by_the_same_seed():
-    seeds = [vf_vllm.make_parser().parse_args(["--model", "m"]).seed for _ in range(2)]
-    assert seeds[0] != seeds[1]
-    assert vf_vllm.make_parser().parse_args(["--model", "m", "--seed", "3"]).seed == 3
+@pytest.mark.slow  # it imports vLLM
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_vllms_parser_has_our_defaults_and_a_seed_for_each_server():
+    first, second = (make_parser().parse_args(["--model", "m"]) for _ in range(2))
+    assert (first.host, first.gpu_memory_utilization) == ("127.0.0.1", 0.88)
+    assert first.seed != second.seed
+    assert make_parser().parse_args(["--seed", "3"]).seed == 3
+    assert make_parser().parse_args([]).model is None  # which is asked for
 
 
 RESERVE = """

@@ -441,7 +441,7 @@ def test_options_reach_the_parts_that_talk_to_the_server(make_whole):
     )  # fmt: skip
     (replica,) = trainer.weight_sync.replicas
     sync, orchestrator = replica.sync, trainer.orchestrator
-    assert (replica.url, replica.client.timeout_s) == ("http://gpu-box:7", 11.0)
+    assert (replica.url, trainer.weight_sync.timeout_s) == ("http://gpu-box:7", 11.0)
     assert (sync.backend, sync.lora_sync, sync.timeout_s) == ("http", "merged", 11.0)
     assert orchestrator.env is make_whole.runner and orchestrator.router is trainer.weight_sync
     assert orchestrator.check_server == trainer.weight_sync.check_server

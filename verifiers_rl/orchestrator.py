@@ -115,7 +115,7 @@ class Orchestrator:
         self._thread: LoopThread | None = None
         self._places: Places
         if router is not None:
-            router.call_when_lost(self._on_lost)
+            router.on_lost = self._on_lost
 
     # --- Batches, for the trainer -----------------------------------------------------------------
 

@@ -153,9 +153,7 @@ class Places:
             finally:
                 self._sessions.discard(session)
                 if router is not None and url is not None:
-                    router.release(url)
-                    if session.is_lost:
-                        router.report_lost(url)
+                    router.release(url, session.is_lost)
 
     def lose(self, url: str) -> None:
         """End the requests that wait for this server, which is lost."""

@@ -226,7 +226,7 @@ def make_pool(policy: Any, tokenizer: Any, args: Any) -> ServerPool:
         timeout_s=timeout_s,
         trainer=secrets.token_hex(8),  # a server that was lost may still count on the hold before
     )
-    clients = [InferenceClient(host, port, timeout_s) for host, port in args.servers()]
+    clients = [InferenceClient(*address) for address in args.servers()]
     return ServerPool(clients, make_sync, check_server, compare, args.lora_sync, timeout_s)
 
 

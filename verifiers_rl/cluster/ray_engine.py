@@ -256,11 +256,12 @@ class RayMachines:
         def at(address: Address) -> tuple[list[str], dict[str, str]]:
             if before not in (None, address) and not plan.is_needed:
                 # The trainer hears of the new address from the servers that it knows.
+                join = "/weight_sync/join?host={}&port={}".format(*address)
                 policy = [one.name for one in self._plans if not one.is_needed]
                 for known in map(self._addresses.get, policy):
                     if known is not None and answers(known):
                         with suppress(InferenceServerError):
-                            InferenceClient(*known).join(*address)
+                            InferenceClient(*known).post(join).begin().answer()
             self._addresses[plan.name] = address
             return plan.command(*address), self._env(plan.env, plan.gpus)
 

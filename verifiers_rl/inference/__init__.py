@@ -11,7 +11,6 @@ if TYPE_CHECKING:
         InferenceServerError,
         ServerLostError,
         generation_key,
-        wait_for_servers,
     )
     from verifiers_rl.inference.packed_tokens import allowed_tokens
     from verifiers_rl.inference.rollout_client import ChatReply, ServerClient
@@ -28,7 +27,6 @@ HOME = {
     "ServerLostError": "client",
     "ControlRequest": "client",
     "generation_key": "client",
-    "wait_for_servers": "client",
     "allowed_tokens": "packed_tokens",
 }
 __getattr__, __dir__ = load_on_first_use(__name__, HOME)

@@ -10,16 +10,12 @@ import json
 import os
 import select
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cached_property
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
 
 import httpx
-
-from verifiers_rl.process.waiting import wait_until
 
 TOKEN_VARIABLE = "VERIFIERS_RL_TOKEN"
 
@@ -66,8 +62,8 @@ def save_token(port: int, token: str) -> Path:
     path = token_file(port)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(token.encode())
+    path.touch(0o600, exist_ok=False)  # else it is a file of somebody else
+    path.write_text(token, "utf-8")
     return path
 
 
@@ -80,9 +76,8 @@ def find_token(host: str, port: int) -> str:
     if host not in LOOPBACK:  # another machine must not learn the token of a server here
         return ""
     try:
-        path = token_file(port)
-        return path.read_text("utf-8") if path.is_file() else ""
-    except (OSError, RuntimeError):  # no home, or that of another user: nothing was left here
+        return token_file(port).read_text("utf-8")
+    except (OSError, RuntimeError):  # nothing was left here, or no home, or that of another user
         return ""
 
 
@@ -100,27 +95,17 @@ class InferenceClient:
 
     Args:
         host, port: of the server.
-        timeout_s: how long `wait_until_ready` waits for the server.
     """
 
-    def __init__(self, host: str, port: int, timeout_s: float = 300.0) -> None:
+    def __init__(self, host: str, port: int) -> None:
         self.host = host
         self.port = port
-        self.timeout_s = timeout_s
         bracketed = f"[{host}]" if ":" in host else host
         self.base_url = f"http://{bracketed}:{port}"
 
     def authorization(self) -> dict[str, str]:
         token = find_token(self.host, self.port)
         return {"Authorization": f"Bearer {token}"} if token else {}
-
-    @cached_property
-    def served_model_name(self) -> str:
-        return self.status()["served_model_name"]
-
-    def wait_until_ready(self) -> dict[str, Any]:
-        """Wait until the server answers; return its status. Raises as `wait_for_servers` does."""
-        return wait_for_servers({self: self.status}, 1, self.timeout_s)[0]
 
     def status(self) -> dict[str, Any]:
         """GET /weight_sync/status: see `weight_routes.WeightRoutes.status`."""
@@ -143,74 +128,13 @@ class InferenceClient:
                 f"{'; '.join(different)}. Start it with the trainer's model"
             )
 
-    def join(self, host: str, port: int) -> None:
-        """POST /weight_sync/join: tell this server's trainer of another server."""
-        ControlRequest(self, f"/weight_sync/join?host={host}&port={port}").begin().answer()
-
-    def connect_weight_sync(self, fields: dict[str, Any], timeout_s: float) -> ControlRequest:
-        """POST /weight_sync/connect: what will come. NCCL connects meanwhile.
-
-        The server refuses other trainers until the request is closed, or this process ends, in
-        whatever way. So its reply stays open.
-        """
-        fields["name"] = f"process {os.getpid()} on {socket.gethostname()}"
-        return ControlRequest(self, "/weight_sync/connect", fields, timeout_s)
-
-    def receive_weights(
-        self, fields: dict[str, Any], num_bytes: int, timeout_s: float
+    def post(
+        self, path: str, fields: Any = None, timeout_s: float = 30.0, num_bytes: int = 0
     ) -> ControlRequest:
-        """POST /weight_sync/receive: one push.
-
-        Args:
-            num_bytes: of weights that the caller writes; none if NCCL carries them meanwhile.
+        """Make a POST request, which `begin` sends: to a control route, as weight_routes.py
+        describes them, or to one of vLLM's own. Its arguments are those of `ControlRequest`.
         """
-        path = f"/weight_sync/receive?{urlencode(fields)}"
-        return ControlRequest(self, path, timeout_s=timeout_s, num_bytes=num_bytes)
-
-    def sleep(self, fields: dict[str, Any], timeout_s: float) -> None:
-        """POST /weight_sync/sleep: leave the GPU's memory to this trainer until its next push."""
-        path = f"/weight_sync/sleep?{urlencode(fields)}"
-        ControlRequest(self, path, timeout_s=timeout_s).begin().answer()
-
-    def complete(self, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """POST /v1/completions, a route of vLLM itself."""
-        return ControlRequest(self, "/v1/completions", body, timeout_s).begin().answer()
-
-
-def wait_for_servers(
-    asks: Mapping[InferenceClient, Callable[[], dict[str, Any]]], number: int, timeout_s: float
-) -> list[dict[str, Any]]:
-    """Ask servers until `number` of them have answered, or `timeout_s` has passed and one has.
-
-    Args:
-        asks: asks a server; raises ServerLostError if it does not answer yet.
-
-    Returns:
-        The answers, in the order in which they came.
-
-    Raises:
-        InferenceServerError: none has answered within `timeout_s` seconds, or one is not
-            `vf-vllm`, or the token is wrong.
-        Interrupted: a signal asks the run to end.
-    """
-    answers, missing = list[dict[str, Any]](), [*asks]
-
-    def ask() -> bool:
-        for client in [*missing]:
-            with suppress(ServerLostError):
-                answers.append(asks[client]())
-                missing.remove(client)
-        return len(answers) >= number
-
-    where = ", ".join(client.base_url for client in asks)
-    wait_until(ask, f"the server at {where}, {timeout_s:g} s at most,", timeout_s)
-    if not answers:
-        raise InferenceServerError(
-            f"no server at {where} after {timeout_s:g} s (vllm_server_timeout). "
-            f"Start one with `vf-vllm --model ... --port {missing[0].port}`, or set "
-            "vllm_server_host and vllm_server_port, or vllm_servers for several"
-        )
-    return answers
+        return ControlRequest(self, path, fields, timeout_s, num_bytes=num_bytes)
 
 
 class ControlRequest:

@@ -75,15 +75,6 @@ async def run_in_workers(engine: Any, timeout_s: float, method: str, *args: Any)
         raise HTTPException(400 if first.startswith(ValueError.__name__) else 500, first)
 
 
-def steps_together(engine: Any) -> bool:
-    """Return whether the engines run their steps in lockstep, with or without requests. Engines of
-    a mixture of experts with data parallelism do. An engine that takes an update early would leave
-    the others waiting in a step.
-    """
-    config = engine.vllm_config
-    return config.parallel_config.data_parallel_size > 1 and config.model_config.is_moe
-
-
 @asynccontextmanager
 async def paused(engine: Any, timeout_s: float) -> AsyncIterator[None]:
     """Inside, no engine takes a step; requests keep the tokens that they have."""
@@ -100,12 +91,17 @@ async def paused(engine: Any, timeout_s: float) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def updating(engine: Any, timeout_s: float) -> AsyncIterator[None]:
-    """Inside, weights may change: new requests wait, and those that run are frozen."""
+    """Inside, weights may change: new requests wait, and those that run are frozen.
+
+    Engines of a mixture of experts with data parallelism run their steps in lockstep, with or
+    without requests. One that takes an update early would leave the others waiting in a step.
+    """
+    config = engine.vllm_config
     engine.admits.clear()
     try:
         # Nothing is awaited in between, so no request can be missed.
-        is_running = engine.output_processor.has_unfinished_requests()
-        freezes = is_running or steps_together(engine)
+        freezes = engine.output_processor.has_unfinished_requests()
+        freezes |= config.parallel_config.data_parallel_size > 1 and config.model_config.is_moe
         async with paused(engine, timeout_s) if freezes else nullcontext():
             yield
     finally:

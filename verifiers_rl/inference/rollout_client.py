@@ -130,9 +130,8 @@ class ServerClient(AsyncOpenAI):
         data = json.dumps(rollout.with_seed(kwargs["body"]))
         try:
             response = await self._ask(url, data, headers)
-            spans = _versions_of(response)
             if not response.is_error:
-                rollout.check_versions(spans)
+                rollout.check_versions(response.extensions["policy_versions"])
         except TimeoutError as error:  # aiohttp's are also ClientErrors
             raise APITimeoutError(httpx.Request("POST", url)) from error
         except (aiohttp.ClientError, SessionLostError) as error:
@@ -144,7 +143,6 @@ class ServerClient(AsyncOpenAI):
             if response.status_code == 404 or response.is_server_error:
                 rollout.fail()
             raise self._make_status_error_from_response(response)
-        response.extensions["policy_versions"] = spans
         return response
 
     async def _ask(self, url: str, data: str, headers: dict[str, str]) -> httpx.Response:
@@ -171,16 +169,19 @@ class ServerClient(AsyncOpenAI):
     async def _send(
         self, url: str, data: str, headers: dict[str, str], timeout_s: float
     ) -> httpx.Response:
-        """Send a request once. Returns the reply with the header that speaks of its tokens."""
+        """Send a request once. Return the reply, which has the versions of its tokens beside it."""
         timeout = aiohttp.ClientTimeout(timeout_s, sock_connect=CONNECT_S)
         async with (
             self._rollout.watching(),
             self._session.post(url, data=data, headers=headers, timeout=timeout) as reply,
         ):
             content = await reply.read()
-        of_tokens = {n: v for n, v in reply.headers.items() if n.lower() == VERSIONS_HEADER}
-        request = httpx.Request("POST", url)
-        return httpx.Response(reply.status, headers=of_tokens, content=content, request=request)
+        return httpx.Response(
+            reply.status,
+            content=content,
+            request=httpx.Request("POST", url),
+            extensions={"policy_versions": _versions_of(reply.headers.get(VERSIONS_HEADER))},
+        )
 
     async def close(self) -> None:
         await self._session.close()
@@ -195,13 +196,9 @@ def _kept_alive(address: tuple[Any, ...]) -> socket.socket:
     return sock
 
 
-def _versions_of(response: httpx.Response) -> list[tuple[int, int]] | None:
+def _versions_of(header: str | None) -> list[tuple[int, int]] | None:
     """Return the (first token, policy version) pairs of a reply's header: "0:3,17:4" becomes
     [(0, 3), (17, 4)].
     """
-    header = response.headers.get(VERSIONS_HEADER)
-    if not header:
-        return None
-    return [
-        (int(start), int(version)) for start, version in (s.split(":") for s in header.split(","))
-    ]
+    spans = (span.split(":") for span in header.split(",")) if header else ()
+    return [(int(start), int(version)) for start, version in spans] or None

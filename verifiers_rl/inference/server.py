@@ -82,6 +82,7 @@ def make_parser() -> Any:
         help="Generate for whoever asks, without a token or key.",
     )
     parser.set_defaults(
+        model=None,  # vLLM's is a model that nobody has asked for
         host="127.0.0.1",
         allowed_origins=[],  # vLLM's default lets in the scripts of every web page
         # vLLM's is 0: several servers would sample the same replies to the prompt of a group.
@@ -258,7 +259,7 @@ def main() -> None:
         )
     parser = make_parser()
     args = parser.parse_args()
-    if not any(word == "--model" or word.startswith("--model=") for word in sys.argv[1:]):
+    if args.model is None:
         parser.error("--model is required: a folder or a name on the hub")
     if problem := error_of_flags(args):
         parser.error(problem)

@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Awaitable
 from contextlib import nullcontext, suppress
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Query, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import Base64Bytes, BaseModel, Field, PositiveFloat
@@ -67,20 +67,6 @@ class Connection(BaseModel):
     plan: TransferPlan
     nccl_id: Annotated[Base64Bytes, Field(min_length=ID_BYTES, max_length=ID_BYTES)] | None = None
     ipc_id: Annotated[Base64Bytes, Field(min_length=ID_BYTES + 1)] | None = None
-
-
-class Push(BaseModel):
-    """What a push says of itself, in its URL, because its body is the weights.
-
-    Attributes:
-        connection: its name, which `connect` has returned.
-        policy_version: of the weights that come.
-        timeout_s: deadline of the push.
-    """
-
-    connection: str
-    policy_version: int
-    timeout_s: PositiveFloat
 
 
 class WeightRoutes:
@@ -164,9 +150,43 @@ class WeightRoutes:
         """Give the server to this trainer, unless another one has it. Let the workers know what
         each push will carry, and connect over NCCL.
         """
+        engine = self.vllm.engine_client
+        config = engine.vllm_config
         async with self._lock:
             await self._refuse_if_held(new.trainer)
-            return await self._connect(new, request)
+            try:
+                plan = await asyncio.to_thread(fit_to_server, new.plan, config)
+            except ValueError as error:
+                raise HTTPException(400, str(error)) from error
+            before, self.hold = self.hold, None
+            if before is not None:
+                before.left.set()
+            await self._wake()
+            await self._set_version(None)
+            unique_id = new.nccl_id or new.ipc_id
+            sizes = [bucket.num_bytes for bucket in plan.buckets] if unique_id is None else []
+            # Of an adapter all buckets are here before generation pauses, of full weights two.
+            num_buffers = len(sizes) if plan.adapter is not None else min(len(sizes), 2)
+            num_workers = config.parallel_config.world_size_across_dp
+            hold = Hold(new.trainer, new.name, sizes, lambda: self.vllm.server.should_exit)
+            largest = max(sizes, default=0)
+            with shared_with_workers(num_workers, num_buffers, largest) as (shared, address):
+                async with updating(engine, new.timeout_s):  # some engines step together
+                    await self._let_work(
+                        *(left(request), shared, new.timeout_s, "weight_sync_connect"),
+                        *(plan.model_dump_json(), address, unique_id, new.timeout_s),
+                    )
+            hold.shared, self.hold = shared, hold
+            if plan.adapter is not None:
+                from vllm.lora.request import LoRARequest
+
+                from verifiers_rl.inference.worker import ADAPTER_ID
+
+                # Requests reach the adapter by its name. The path is never read.
+                self.vllm.openai_serving_models.lora_requests[ADAPTER_NAME] = LoRARequest(
+                    lora_name=ADAPTER_NAME, lora_int_id=ADAPTER_ID, lora_path="in-memory"
+                )
+            return hold
 
     async def _refuse_if_held(self, trainer: str) -> None:
         hold = self.hold
@@ -181,49 +201,20 @@ class WeightRoutes:
                 "(vllm_server_port), or end the other trainer",
             )
 
-    async def _connect(self, new: Connection, request: Request) -> Hold:
-        engine = self.vllm.engine_client
-        config = engine.vllm_config
-        try:
-            plan = await asyncio.to_thread(fit_to_server, new.plan, config)
-        except ValueError as error:
-            raise HTTPException(400, str(error)) from error
-        before, self.hold = self.hold, None
-        if before is not None:
-            before.left.set()
-        await self._wake()
-        await self._set_version(None)
-        unique_id = new.nccl_id or new.ipc_id
-        sizes = [bucket.num_bytes for bucket in plan.buckets] if unique_id is None else []
-        # Of an adapter all buckets are here before generation pauses, of full weights two.
-        num_buffers = len(sizes) if plan.adapter is not None else min(len(sizes), 2)
-        num_workers = config.parallel_config.world_size_across_dp
-        hold = Hold(new.trainer, new.name, sizes, lambda: self.vllm.server.should_exit)
-        largest = max(sizes, default=0)
-        with shared_with_workers(num_workers, num_buffers, largest) as (shared, address):
-            async with updating(engine, new.timeout_s):  # some engines step together
-                await self._let_work(
-                    *(left(request), shared, new.timeout_s, "weight_sync_connect"),
-                    *(plan.model_dump_json(), address, unique_id, new.timeout_s),
-                )
-        hold.shared, self.hold = shared, hold
-        if plan.adapter is not None:
-            from vllm.lora.request import LoRARequest
-
-            from verifiers_rl.inference.worker import ADAPTER_ID
-
-            # Requests reach the adapter by its name. The path is never read.
-            self.vllm.openai_serving_models.lora_requests[ADAPTER_NAME] = LoRARequest(
-                lora_name=ADAPTER_NAME, lora_int_id=ADAPTER_ID, lora_path="in-memory"
-            )
-        return hold
-
     async def receive(
-        self, push: Annotated[Push, Query()], request: Request
-    ) -> dict[str, int | None]:
-        """Let the workers take one push."""
+        self, request: Request, connection: str, policy_version: int, timeout_s: PositiveFloat
+    ) -> dict[str, int]:
+        """Let the workers take one push. What it says of itself is in its URL, because its body is
+        the weights.
+
+        Args:
+            connection: its name, which `connect` has returned.
+            policy_version: of the weights that come.
+            timeout_s: deadline of the push.
+        """
+        engine = self.vllm.engine_client
         async with self._lock:
-            hold, shared = self._hold_of(push.connection)
+            hold, shared = self._hold_of(connection)
             length = request.headers.get("content-length")
             expected = sum(hold.sizes) + DIGEST_BYTES * len(hold.sizes)
             if length != str(expected):
@@ -232,10 +223,22 @@ class WeightRoutes:
                 )
             hold.shared = None  # if it fails, they hold a part of this push
             await self._wake(["weights"])
-            await self._load(push, request, shared, hold.sizes)
+            deadline = asyncio.get_running_loop().time() + timeout_s
+            filling = shared.fill(request.stream(), hold.sizes)
+            for _ in range(shared.num_buffers):
+                await all_before(anext(filling), deadline, timeout_s)
+            # From here on, requests wait; behind it, they continue on the new weights.
+            async with nullcontext() if self._is_asleep else updating(engine, timeout_s):
+                await self._set_version(None)  # weights are mixed until all are here
+                coming = all_of(filling) if hold.sizes else left(request)
+                await self._let_work(
+                    *(all_before(coming, deadline, timeout_s), shared, timeout_s),
+                    *("weight_sync_receive", timeout_s),
+                )
+                await self._set_version(policy_version)
             await self._wake()  # only now, so that no request goes on with the old weights
             hold.shared = shared
-            return {"policy_version": self.policy_version}
+            return {"policy_version": policy_version}
 
     def _hold_of(self, connection: str) -> tuple[Hold, SharedBuffers]:
         """Return the connection of this name, and its memory.
@@ -293,24 +296,6 @@ class WeightRoutes:
             if tags is None:
                 self._is_asleep = False
                 engine.admits.set()
-
-    async def _load(
-        self, push: Push, request: Request, shared: SharedBuffers, sizes: list[int]
-    ) -> None:
-        """Let the workers load a push; from then on, requests continue on its weights."""
-        engine, timeout_s = self.vllm.engine_client, push.timeout_s
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        filling = shared.fill(request.stream(), sizes)
-        for _ in range(shared.num_buffers):
-            await all_before(anext(filling), deadline, timeout_s)
-        async with nullcontext() if self._is_asleep else updating(engine, timeout_s):
-            await self._set_version(None)  # weights are mixed until all are here
-            coming = all_of(filling) if sizes else left(request)
-            await self._let_work(
-                *(all_before(coming, deadline, timeout_s), shared, timeout_s),
-                *("weight_sync_receive", timeout_s),
-            )
-            await self._set_version(push.policy_version)
 
     async def _let_work(
         self, coming: Awaitable[None], shared: SharedBuffers, timeout_s: float, *call: Any

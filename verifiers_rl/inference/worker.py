@@ -25,7 +25,7 @@ from verifiers_rl.inference.reloading import (
 )
 from verifiers_rl.sync.nccl import ID_BYTES, NcclTransport, SharedBucket, gpu_uuid
 from verifiers_rl.sync.plan import AdapterConfig, TransferPlan, receive_buckets
-from verifiers_rl.sync.shared_buffers import SharedBuffers, attach
+from verifiers_rl.sync.shared_buffers import SharedBuffers
 
 logger = logging.getLogger(__name__)
 
@@ -96,19 +96,23 @@ class WeightSyncWorker:
 
     @returning_error
     def weight_sync_connect(
-        self, plan: str, shared: list[int], unique_id: bytes | None, timeout_s: float
+        self,
+        plan: str,
+        shared: tuple[str, int, int, int],
+        unique_id: bytes | None,
+        timeout_s: float,
     ) -> None:
         """Remember what the trainer will send.
 
         Args:
             plan: the `TransferPlan` as JSON.
-            shared: address of the memory shared with the server's process.
+            shared: for `SharedBuffers`: the memory shared with the server's process.
             unique_id: NCCL's, of the communicator to join, or a longer one of CUDA IPC; None if
                 weights come in that memory.
         """
         self._leave()  # the connection of a previous trainer
         self._weight_sync_plan = TransferPlan.model_validate_json(plan)
-        self._shared = attach(shared)
+        self._shared = SharedBuffers(*shared)
         parallel = self.vllm_config.parallel_config
         if self._weight_sync_plan.adapter is not None and parallel.pipeline_parallel_size == 1:
             # Checked before anything is sent: vLLM silently drops tensors that it has no layer for.

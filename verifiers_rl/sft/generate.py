@@ -42,6 +42,7 @@ from verifiers_rl.inference.client import InferenceClient, InferenceServerError,
 from verifiers_rl.json_text import as_json
 from verifiers_rl.process.loop_thread import LoopThread
 from verifiers_rl.report.run_folder import WritingError, writing
+from verifiers_rl.sync import ServerPool
 from verifiers_rl.types import Split
 
 if TYPE_CHECKING:
@@ -174,10 +175,10 @@ def _endpoint(options: argparse.Namespace, args: Any) -> Endpoint:
     if len(args.vllm_servers or ()) > 1:
         print(f"vf-rl generate: of vllm_servers, only {args.vllm_servers[0]} answers")
     host, port = args.servers()[0]
-    client = InferenceClient(host, port, args.vllm_server_timeout)
-    client.wait_until_ready()
+    client = InferenceClient(host, port)
+    status = ServerPool([client], timeout_s=args.vllm_server_timeout).wait_until_ready()
     os.environ[KEY_VARIABLE] = generation_key(client.base_url)
-    return Endpoint(f"{client.base_url}/v1", client.served_model_name, is_vllm=True)
+    return Endpoint(f"{client.base_url}/v1", status["served_model_name"], is_vllm=True)
 
 
 def make_one_server(config: RunConfig) -> None:

@@ -85,7 +85,9 @@ def sample(client: InferenceClient, model_name: str, prompt_ids: list[int], args
         "logprobs": 1,
         "return_token_ids": True,
     }
-    (reply,) = client.complete(body, args.vllm_server_timeout)["choices"]
+    (reply,) = (
+        client.post("/v1/completions", body, args.vllm_server_timeout).begin().answer()["choices"]
+    )
     num_prompt, num_sampled = len(prompt_ids), len(reply["token_ids"])
     logprobs = np.array([*[0.0] * num_prompt, *reply["logprobs"]["token_logprobs"]], np.float32)
     return Sample(

@@ -22,18 +22,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import suppress
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from verifiers_rl.inference import (
-    InferenceClient,
-    InferenceServerError,
-    ServerLostError,
-    wait_for_servers,
-)
+from verifiers_rl.inference import InferenceClient, InferenceServerError, ServerLostError
 from verifiers_rl.process.waiting import wait_until
 from verifiers_rl.sync.sources import choose_lora_sync
 from verifiers_rl.sync.weight_sync import WeightSync, push_to_all
@@ -98,6 +93,7 @@ class ServerPool:
         policy_version: of the last push; None if the servers need the weights again.
         model_name: the model name in rollout requests, from the first push on.
         sleeps: a server can leave its GPU's memory to the trainer between pushes.
+        on_lost: called with the URL of each server that is lost, on any thread.
     """
 
     def __init__(
@@ -118,7 +114,7 @@ class ServerPool:
         self._make_sync = make_sync
         self._check_server, self._check_agreement = check_server, check_agreement
         self._facts: dict[str, Any] = {}  # in which all servers are alike
-        self._on_lost: list[Callable[[str], None]] = []
+        self.on_lost: Callable[[str], None] = lambda url: None
         self._lock = threading.RLock()
         self._stop = threading.Event()
         self._watching: list[threading.Thread] = []
@@ -130,8 +126,9 @@ class ServerPool:
         status of the first that does.
 
         Raises:
-            InferenceServerError: see `wait_for_servers`, or a server is another one than the run
-                needs.
+            InferenceServerError: none has answered, or one is another server than the run needs, or
+                is not `vf-vllm`, or the token is wrong.
+            Interrupted: a signal asks the run to end.
         """
         answers = self._wait_for(len(self.replicas))
         if missing := [one.url for one in self.replicas if one.sync is None]:
@@ -159,8 +156,28 @@ class ServerPool:
         self._wait_for(1)
 
     def _wait_for(self, number: int) -> list[dict[str, Any]]:
-        finds = {one.client: partial(self._find, one) for one in self.replicas}
-        return wait_for_servers(finds, number, self.timeout_s)
+        """Ask the servers until `number` of them have answered, or `timeout_s` has passed and one
+        has. Return their status, in the order in which they came. Raises as `wait_until_ready`.
+        """
+        answers, missing = list[dict[str, Any]](), [*self.replicas]
+
+        def ask() -> bool:
+            for replica in [*missing]:
+                with suppress(ServerLostError):
+                    answers.append(self._find(replica))
+                    missing.remove(replica)
+            return len(answers) >= number
+
+        where = ", ".join(replica.url for replica in missing)
+        limit = f"{self.timeout_s:g} s"
+        wait_until(ask, f"the server at {where}, {limit} at most,", self.timeout_s)
+        if not answers:
+            raise InferenceServerError(
+                f"no server at {where} after {limit} (vllm_server_timeout). "
+                f"Start one with `vf-vllm --model ... --port {missing[0].client.port}`, or set "
+                "vllm_server_host and vllm_server_port, or vllm_servers for several"
+            )
+        return answers
 
     def push(self, model: nn.Module, policy_version: int) -> dict[str, float]:
         """Replace the policy of all replicas that answer; return once they have the weights. One
@@ -286,23 +303,15 @@ class ServerPool:
             replica.num_running += 1
             return replica.url
 
-    def release(self, url: str) -> None:
-        """A rollout has left this server."""
-        with self._lock:
-            for replica in self.replicas:
-                replica.num_running -= replica.url == url
-
-    def report_lost(self, url: str) -> None:
-        """A rollout could not reach this server. Until it has answered the pool, new rollouts go
-        to others.
+    def release(self, url: str, is_lost: bool = False) -> None:
+        """A rollout has left this server. If it could not reach the server, new rollouts go to
+        others until the server has answered the pool.
         """
         with self._lock:
             for replica in self.replicas:
-                replica.is_in_doubt |= replica.url == url
-
-    def call_when_lost(self, callback: Callable[[str], None]) -> None:
-        """Call this with the URL of each server that is lost from now on, on any thread."""
-        self._on_lost.append(callback)
+                if replica.url == url:
+                    replica.num_running -= 1
+                    replica.is_in_doubt |= is_lost
 
     # --- Looking at the replicas ------------------------------------------------------------------
 
@@ -343,7 +352,7 @@ class ServerPool:
         one anew.
         """
         for host, port in joined:
-            new = Replica(InferenceClient(host, port, self.timeout_s))
+            new = Replica(InferenceClient(host, port))
             with self._lock:
                 if new.url in {replica.url for replica in self.replicas}:
                     continue
@@ -393,5 +402,4 @@ class ServerPool:
                 "%s; its %d rollouts begin again at the other servers", error, replica.num_running
             )
         sync.close()
-        for callback in self._on_lost:
-            callback(replica.url)
+        self.on_lost(replica.url)

@@ -45,22 +45,20 @@ class SharedBuffers:
     """The memory, as each of its processes sees it.
 
     Args:
-        fd: of the memory; not needed any more afterwards.
+        path: of the memory, among the open files of the process that has made it.
         num_workers: how many processes copy each buffer.
         num_buffers, buffer_bytes: 0 where NCCL carries the weights.
     """
 
-    def __init__(self, fd: int, num_workers: int, num_buffers: int, buffer_bytes: int) -> None:
+    def __init__(self, path: str, num_workers: int, num_buffers: int, buffer_bytes: int) -> None:
         head = -(-8 * (_COUNTS + num_workers) // _PAGE) * _PAGE
         size = head + num_buffers * buffer_bytes
-        os.ftruncate(fd, size)
-        memory = mmap.mmap(fd, size)
+        with open(path, "r+b") as file:
+            os.ftruncate(file.fileno(), size)
+            memory = mmap.mmap(file.fileno(), size)
+        self.num_buffers = num_buffers
         self._words = np.frombuffer(memory, np.int64, _COUNTS + num_workers)
         self._buffers = np.frombuffer(memory, np.uint8)[head:].reshape(num_buffers, buffer_bytes)
-
-    @property
-    def num_buffers(self) -> int:
-        return len(self._buffers)
 
     def give_up(self) -> None:
         self._words[_GIVEN_UP] = 1
@@ -89,9 +87,9 @@ class SharedBuffers:
 
         for size in sizes:
             number = int(self._words[_FILLED])
-            while number - self._words[_COUNTS:].min() >= len(self._buffers):
+            while number - self._words[_COUNTS:].min() >= self.num_buffers:
                 await asyncio.sleep(_POLL_S)
-            buffer = memoryview(self._buffers[number % len(self._buffers)])[:size]
+            buffer = memoryview(self._buffers[number % self.num_buffers])[:size]
             digest = bytearray(DIGEST_BYTES)
             await read_into(buffer)
             await read_into(memoryview(digest))
@@ -119,7 +117,7 @@ class SharedBuffers:
                 raise TimeoutError(f"no weights came in {timeout_s:g} s (vllm_server_timeout)")
             time.sleep(_POLL_S)
         _order_writes()
-        copy = torch.from_numpy(self._buffers[number % len(self._buffers), :num_bytes]).clone()
+        copy = torch.from_numpy(self._buffers[number % self.num_buffers, :num_bytes]).clone()
         _order_writes()
         self._words[_COUNTS + worker] = number + 1
         return copy
@@ -128,16 +126,11 @@ class SharedBuffers:
 @contextmanager
 def shared_with_workers(
     num_workers: int, num_buffers: int, buffer_bytes: int
-) -> Iterator[tuple[SharedBuffers, list[int]]]:
-    """Yield new memory, and its address: inside, `attach` finds the memory by that."""
-    sizes = (num_workers, num_buffers, buffer_bytes)
+) -> Iterator[tuple[SharedBuffers, tuple[str, int, int, int]]]:
+    """Yield new memory, and what `SharedBuffers` takes to find it in another process of this user,
+    on this machine, inside.
+    """
     with open(os.memfd_create("weights"), "r+b") as file:
-        fd = file.fileno()
-        yield SharedBuffers(fd, *sizes), [os.getpid(), fd, *sizes]
-
-
-def attach(address: Sequence[int]) -> SharedBuffers:
-    """Return the memory that another process of this user, on this machine, has made."""
-    pid, their_fd, *sizes = address
-    with open(f"/proc/{pid}/fd/{their_fd}", "r+b") as file:
-        return SharedBuffers(file.fileno(), *sizes)
+        path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        address = (path, num_workers, num_buffers, buffer_bytes)
+        yield SharedBuffers(*address), address

@@ -21,7 +21,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from verifiers_rl.distributed import host_group
 from verifiers_rl.option_rules import ConfigError
-from verifiers_rl.sync.plan import AdapterConfig, TransferPlan
+from verifiers_rl.sync.plan import SUM_BYTES, AdapterConfig, TransferPlan
 
 
 class Source(NamedTuple):
@@ -176,23 +176,21 @@ def merged_sources(model: Any) -> dict[str, Source]:
     its trained copy. The trainer's own tensors do not change, so nothing drifts.
     """
     from peft.tuners.lora import LoraLayer
-    from peft.utils import ModulesToSaveWrapper
 
     base = model.get_base_model()
-    changed: dict[str, Source] = {}
-    for prefix, module in base.named_modules():
-        if isinstance(module, LoraLayer):
-            name = plain_name(f"{prefix}.{getattr(module, 'parameter_name', 'weight')}")
-            weight = source_of(_adapted_weight(module))
-            changed[name] = weight._replace(make=partial(_merge, module))
-        elif isinstance(module, ModulesToSaveWrapper):
-            trained = module.modules_to_save["default"]
-            changed |= {f"{prefix}.{n}": source_of(p) for n, p in trained.named_parameters()}
+    adapted = {
+        plain_name(f"{prefix}.{getattr(module, 'parameter_name', 'weight')}"): module
+        for prefix, module in base.named_modules()
+        if isinstance(module, LoraLayer)
+    }
     merged: dict[str, Source] = {}
     for name, source in full_sources(base).items():
-        if ".lora_" not in name:
-            name = plain_name(name)
-            merged.setdefault(name, changed.get(name) or source)
+        if ".lora_" in name or ".original_module." in name:  # which a trained copy replaces
+            continue
+        name = plain_name(name)
+        if (module := adapted.get(name)) is not None:
+            source = source._replace(make=partial(_merge, module, source))
+        merged[name] = source
     return merged
 
 
@@ -203,22 +201,20 @@ def plain_name(name: str) -> str:
     return re.sub(r"\.(base_layer|original_module|modules_to_save\.default)(?=\.)", "", name)
 
 
-def _adapted_weight(module: Any) -> Tensor:
-    """Return what a LoRA layer adapts: a layer's weight, or a tensor of `target_parameters`."""
-    if hasattr(module, "parameter_name"):
-        return module.get_param()
-    return module.get_base_layer().weight
-
-
 @torch.no_grad()
-def _merge(module: Any) -> Tensor:
-    """Return W + scale * B A in float32, for a tensor of experts the same of each expert."""
+def _merge(module: Any, adapted: Source) -> Tensor:
+    """Return W + scale * B A in float32, for a tensor of experts the same of each expert.
+
+    Args:
+        module: the LoRA layer.
+        adapted: W.
+    """
     is_embedding = "default" in module.lora_embedding_A
     if is_embedding:
         a, b = module.lora_embedding_A["default"], module.lora_embedding_B["default"]
     else:
         a, b = module.lora_A["default"].weight, module.lora_B["default"].weight
-    weight = gather_full(_adapted_weight(module)).float()
+    weight = adapted.make().float()
     a, b = gather_full(a).float(), gather_full(b).float()  # (r, in), (out, r)
     add: Any = torch.addmm
     is_transposed = is_embedding or getattr(module, "fan_in_fan_out", False)
@@ -322,12 +318,13 @@ def buckets_of(
     `gathering`: the other ranks hear which source is made.
 
     Yields:
-        (bytes,) uint8 on the model's device, fresh memory each time.
+        (bytes + SUM_BYTES,) uint8 on the model's device, fresh memory each time. The end is for the
+        checksum of a transport that needs one.
     """
     device, index = next(model.parameters()).device, 0
     helpers = host_group() if is_split(model) else None
     for bucket in plan.buckets:
-        buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=device)
+        buffer = torch.empty(bucket.num_bytes + SUM_BYTES, dtype=torch.uint8, device=device)
         for name, view in bucket.views(buffer):
             if helpers is not None:
                 helpers.broadcast_number(index)

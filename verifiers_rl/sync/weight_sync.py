@@ -27,7 +27,9 @@ from __future__ import annotations
 import base64
 import logging
 import math
+import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +37,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
 from operator import methodcaller
 from typing import Any, Literal
+from urllib.parse import urlencode
 
 from torch import Tensor, nn
 
@@ -46,7 +49,7 @@ from verifiers_rl.inference import (
 )
 from verifiers_rl.process.waiting import WaitingLine
 from verifiers_rl.sync.nccl import NcclError, NcclTransport, SharedBucket, gpu_uuid
-from verifiers_rl.sync.plan import ADAPTER_NAME, AdapterConfig, TransferPlan, digest_of
+from verifiers_rl.sync.plan import ADAPTER_NAME, SUM_BYTES, AdapterConfig, TransferPlan, digest_of
 from verifiers_rl.sync.shared_buffers import GivenUpError
 from verifiers_rl.sync.sources import Source, buckets_of, what_to_send
 
@@ -59,21 +62,26 @@ POLL_S = 0.5
 
 
 def choose_backend(
-    wanted: Literal["auto", "nccl", "http"], own: str | None, workers: Sequence[str | None]
-) -> Literal["nccl", "http"]:
+    wanted: Literal["auto", "nccl", "http"],
+    own: str | None,
+    workers: Sequence[str | None],
+    is_adapter: bool,
+) -> Literal["nccl", "ipc", "http"]:
     """Choose the way between this GPU and the workers' GPUs (uuids; None for a CPU).
 
     Raises:
         InferenceServerError: NCCL is wanted, and cannot work between them.
     """
     gpus = {own, *workers}
-    is_possible = None not in gpus and len(gpus) == 1 + len(workers)
-    if wanted == "nccl" and not is_possible:
+    if None not in gpus and len(gpus) == 1 + len(workers) and wanted != "http":
+        return "nccl"
+    if wanted == "nccl":
         raise InferenceServerError(
             "weight_sync_backend='nccl' needs a GPU of its own for the trainer and for each of the "
             "server's workers, but that is not the case here; use 'auto'"
         )
-    return "nccl" if is_possible and wanted != "http" else "http"
+    shares_gpu = own is not None and [own] == workers and wanted == "auto"
+    return "ipc" if shares_gpu and not is_adapter else "http"  # as good for an adapter
 
 
 def make_plan(
@@ -141,7 +149,7 @@ class WeightSync:
     @property
     def model_name(self) -> str:
         """What rollout requests put into `model=` to reach the synced policy; from `connect` on."""
-        return ADAPTER_NAME if self.plan.adapter else self.client.served_model_name
+        return ADAPTER_NAME if self.plan.adapter else self._served_name
 
     def connect(
         self, model: nn.Module, sources: dict[str, Source], adapter: AdapterConfig | None
@@ -159,21 +167,32 @@ class WeightSync:
             return
         with self._connecting:
             self.close()  # something between us and the server may have cut what held it
-            self._connect(model, sources, adapter)
+            try:
+                self._connect(model, sources, adapter)
+            except ServerLostError as error:
+                nccl = self._nccl  # None: another thread has given all of this up
+                if nccl is None or nccl.way != "CUDA IPC":
+                    raise
+                # Some memory cannot be shared, as of a part of a GPU.
+                logger.warning("%s; HTTP is tried next", error)
+                self.close()
+                self.backend = "http"
+                self._connect(model, sources, adapter)
 
     def _connect(
         self, model: nn.Module, sources: dict[str, Source], adapter: AdapterConfig | None
     ) -> None:
         status = self.client.status()
         self.plan = make_plan(sources, adapter, status, self.bucket_bytes)
+        self._served_name: str = status["served_model_name"]
         device = next(model.parameters()).device
-        own, gpus = gpu_uuid(device), status["gpus"]
-        backend: str = choose_backend(self.backend, own, gpus)
-        if own and gpus == [own] and self.backend == "auto" and adapter is None:
-            backend = "ipc"  # for an adapter, HTTP is as good
+        backend = choose_backend(
+            self.backend, gpu_uuid(device), status["gpus"], adapter is not None
+        )
         fields = {
             "timeout_s": self.timeout_s,
             "trainer": self._trainer,
+            "name": f"process {os.getpid()} on {socket.gethostname()}",
             "plan": self.plan.model_dump(),
         }
         self._request = None  # of the connection before
@@ -187,7 +206,11 @@ class WeightSync:
             )
             unique_id = self._by_nccl(self._nccl, self._nccl.unique_id)
             fields[f"{backend}_id"] = base64.b64encode(unique_id).decode()
-        self._request = self._hold = self.client.connect_weight_sync(fields, self.timeout_s)
+        # The server refuses other trainers until this request is closed, or this process ends, in
+        # whatever way. So its reply stays open.
+        self._request = self._hold = self.client.post(
+            "/weight_sync/connect", fields, self.timeout_s
+        )
         self._hold.begin()
         if self._nccl is not None:
             self._by_nccl(self._nccl, self._nccl.wait_until_connected)
@@ -212,16 +235,17 @@ class WeightSync:
             "timeout_s": self.timeout_s,
         }
         num_bytes = self.plan.body_bytes if self._nccl is None else 0
-        self._request = self.client.receive_weights(fields, num_bytes, self.timeout_s)
+        path = f"/weight_sync/receive?{urlencode(fields)}"
+        self._request = self.client.post(path, None, self.timeout_s, num_bytes)
         self._request.begin()
 
     def send(self, bucket: Tensor) -> None:
-        """Send the next bucket of the plan, packed: (bytes,) uint8."""
+        """Send the next bucket of the plan, packed: (bytes + SUM_BYTES,) uint8."""
         nccl, request = self._nccl, self._request
         if nccl is not None:
             self._by_nccl(nccl, lambda: nccl.send(bucket))
         elif request is not None:
-            array: Any = bucket.cpu().numpy()  # numpy's types lack the buffer protocol
+            array: Any = bucket[:-SUM_BYTES].cpu().numpy()  # numpy's types lack the buffer protocol
             request.write(memoryview(array))
             request.write(memoryview(digest_of(array)))
 
@@ -242,8 +266,6 @@ class WeightSync:
             return work()
         except (NcclError, GivenUpError) as error:
             reason = f"weights over {nccl.way} to {self.client.base_url}: {error}"
-            if nccl.way == "CUDA IPC":  # some memory cannot be shared, as of a part of a GPU
-                self.backend, reason = "http", f"{reason}; HTTP is tried next"
             if self._request is not None:
                 try:
                     self._request.answer(LAST_WORD_S)
@@ -254,7 +276,8 @@ class WeightSync:
     def sleep(self) -> None:
         """Let the server leave its GPU's memory to this process until the next push."""
         fields = {"connection": self.connection, "timeout_s": self.timeout_s}
-        self.client.sleep(fields, self._answer_s)
+        path = f"/weight_sync/sleep?{urlencode(fields)}"
+        self.client.post(path, None, self._answer_s).begin().answer()
 
     def check_server(self) -> dict[str, Any]:
         """Return the status of the server if it still has the weights of the last push.
