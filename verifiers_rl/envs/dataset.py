@@ -176,12 +176,13 @@ def sample_of(prompt_ids: list[int], reply: ChatReply, policy_version: int) -> S
         np.append(np.zeros(num_before), logprobs),
         np.append(np.full(num_before, -1), versions_of_tokens(spans, num)),
     )
-    if reply.mask is not None:
-        parts = [(num_before, None), (num, allowed_tokens(*reply.mask))]
-        sample.extras[ALLOWED_TOKENS] = join_column(parts)
+    masks = [(num_before, None), (num, allowed_tokens(*reply.mask) if reply.mask else None)]
+    experts: list[tuple[int, Any]] = [(sample.num_tokens, None)]
     if (rows := reply.experts) is not None:  # no step has computed the last token
-        parts = [(len(rows), rows), (sample.num_tokens - len(rows), None)]
-        sample.extras[ROUTED_EXPERTS] = join_column(parts)
+        experts = [(len(rows), rows), (sample.num_tokens - len(rows), None)]
+    for name, parts in ((ALLOWED_TOKENS, masks), (ROUTED_EXPERTS, experts)):
+        if (column := join_column(parts)) is not None:
+            sample.extras[name] = column
     return sample
 
 

@@ -98,11 +98,10 @@ class RolloutEngine(AsyncLLM):
             prompt, seeds = generation.tokens.fit(prompt, sampling_params), generation.tokens.seeds
             options["reasoning_ended"] = None  # vLLM looked at the messages' tokens
         given = prompt, sampling_params, request_id
-        async with aclosing(
-            super().generate(*given, **options)
-            if seeds is None
-            else self._complete_each(seeds, *given, **options)
-        ) as outputs:
+        outputs: Any = super().generate(*given, **options)
+        if seeds is not None:
+            outputs = self._complete_each(seeds, *given, **options)
+        async with aclosing(outputs):
             async for output in outputs:
                 if output.finished:
                     generation.end(output.outputs[0])

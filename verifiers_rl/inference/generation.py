@@ -76,7 +76,8 @@ class TokenRequest:
             )
         self.seeds: list[int | None] | None = fields.pop(SEEDS, None)
         if self.seeds is not None:
-            if not isinstance(self.seeds, list) or not all(map(is_seed, self.seeds or [0.5])):
+            is_list = isinstance(self.seeds, list) and self.seeds
+            if not is_list or not all(map(is_seed, self.seeds)):
                 raise ValueError(
                     f"{SEEDS}={self.seeds!r}: must be a list with a number from 0 to 2**63 - 1, or "
                     "null, for each completion"

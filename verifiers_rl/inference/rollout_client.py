@@ -196,7 +196,8 @@ class ServerClient(AsyncOpenAI):
             asking = asyncio.create_task(self._ask_together(key, alike, headers))
             group = self._gathered[key] = _Gathered(asking)
         group.seeds.append(body.get("seed"))
-        group.replies.append(reply := asyncio.Future())
+        reply: asyncio.Future[httpx.Response | None] = asyncio.Future()
+        group.replies.append(reply)
         try:
             async with self._rollout.watching(), asyncio.timeout(self._left_s):
                 return await reply
