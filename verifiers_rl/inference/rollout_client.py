@@ -124,7 +124,8 @@ class ServerClient(AsyncOpenAI):
         Args:
             body: of a chat request; with `routed_experts`, the reply has them.
             prompt_ids: the prompt, in place of the body's messages.
-            is_first: others of its group may ask the same, by tokens.
+            is_first: others of its group may ask the same. Only of tokens: the route of messages
+                knows no groups.
         """
         path, body = "/chat/completions", dict(body)
         if prompt_ids:
@@ -134,7 +135,7 @@ class ServerClient(AsyncOpenAI):
         wants_experts = body.pop("routed_experts", False)  # the server's flag returns them
         # Not a subclass's, which may call this method.
         reply = await ServerClient.post(
-            self, path, cast_to=httpx.Response, body=body, is_first=is_first
+            self, path, cast_to=httpx.Response, body=body, is_first=is_first and bool(prompt_ids)
         )
         completion = reply.json()
         experts = completion["choices"][0].pop("routed_experts", None)
