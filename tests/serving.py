@@ -1,5 +1,6 @@
 """HTTP servers on loopback for tests, also of a Python without torch."""
 
+import asyncio
 from contextlib import asynccontextmanager, contextmanager
 
 from aiohttp import web
@@ -7,11 +8,52 @@ from aiohttp import web
 from verifiers_rl.process.loop_thread import LoopThread
 
 
+class OfGroup:
+    """One request of a group, as if it had been sent by itself."""
+
+    def __init__(self, request, body):
+        self.request, self.body = request, body
+
+    def __getattr__(self, name):
+        return getattr(self.request, name)
+
+    async def json(self):
+        return self.body
+
+
+def answering_groups(handler):
+    """A handler that also answers requests for groups, as `vf-vllm` does: by a line for each, as
+    soon as this handler has answered it. One that is an error has none.
+    """
+
+    async def answer(request):
+        body = await request.json() if request.path.endswith("/tokens") else {}
+        if "seeds" not in body:
+            return await handler(request)
+        lines = web.StreamResponse()
+        await lines.prepare(request)
+
+        async def answer_one(place, seed):
+            own = {name: value for name, value in body.items() if name != "seeds"}
+            own |= {} if seed is None else {"seed": seed}
+            reply = await handler(OfGroup(request, own))
+            if reply.status == 200 and not request.transport.is_closing():
+                versions = reply.headers.get("X-Policy-Versions", "")
+                await lines.write(f"{place} {versions} ".encode() + reply.body + b"\n")
+
+        async with asyncio.TaskGroup() as tasks:
+            for place, seed in enumerate(body["seeds"]):
+                tasks.create_task(answer_one(place, seed))
+        return lines
+
+    return answer
+
+
 @asynccontextmanager
-async def serving(handler, path="/v1/chat/completions"):
+async def serving(handler, path="/v1/chat/completions", knows_groups=False):
     """The base URL of an HTTP server on loopback that answers this path with the handler."""
     app = web.Application()
-    app.router.add_route("*", path, handler)
+    app.router.add_route("*", path, handler if knows_groups else answering_groups(handler))
     runner = web.AppRunner(app, shutdown_timeout=1, handler_cancellation=True)
     await runner.setup()
     try:

@@ -1,6 +1,7 @@
 """The HTTP client of rollouts, against a real HTTP server on loopback."""
 
 import asyncio
+import json
 import socket
 from contextlib import asynccontextmanager
 
@@ -12,7 +13,7 @@ from aiohttp import web
 from tests.serving import chat_reply, serving
 from verifiers_rl.inference.client import TOKEN_VARIABLE
 from verifiers_rl.inference.rollout_client import ServerClient
-from verifiers_rl.inference.session import RolloutSession
+from verifiers_rl.inference.session import RolloutSession, derive_seed
 
 REPLY = chat_reply("yes")
 
@@ -154,3 +155,128 @@ def test_a_request_ends_at_the_deadline_of_its_rollout(by_another_task):
         assert session.has_passed and session.left_s is None
 
     asyncio.run(run())
+
+
+# --- Groups ---------------------------------------------------------------------------------------
+
+TOKENS_PATH = "/v1/chat/completions/tokens"
+
+
+class GroupServer:
+    """Answers requests for a group with the lines of these places, then what `last` is: "end", a
+    connection that it closes, or nothing until the client is gone. Other requests get a reply.
+    """
+
+    def __init__(self, places=(), last="end"):
+        self.places, self.last, self.bodies = places, last, []
+        self.was_left = asyncio.Event()
+        self.next = asyncio.Semaphore(100)  # of lines that may be sent
+
+    async def answer(self, request):
+        self.bodies.append(body := await request.json())
+        if "seeds" not in body:
+            return web.json_response({**REPLY, "seed": body.get("seed")})
+        if self.last == "refused":
+            return web.json_response({"error": "because"}, status=400)
+        reply = web.StreamResponse()
+        await reply.prepare(request)
+        try:
+            for place in self.places:
+                await self.next.acquire()
+                line = json.dumps({**REPLY, "seed": body["seeds"][place]})
+                # In two parts, as the network cuts them.
+                await reply.write(f"{place} 0:{place} {line[:9]}".encode())
+                await reply.write(f"{line[9:]}\n".encode())
+            if self.last == "silent":
+                await asyncio.Event().wait()
+            if self.last == "lost":
+                request.transport.abort()
+        except asyncio.CancelledError:
+            self.was_left.set()
+            raise
+        return reply
+
+
+def ask_first(client, number, prompt=(1, 2), timeout_s=5.0, group_seed=7):
+    """The first request of a rollout in a group; returns what the server says of it."""
+
+    async def ask():
+        session = RolloutSession(0, None, group_seed, number)
+        async with session.limited(timeout_s):
+            reply = await client.of_rollout(session).reply_to({"model": "m"}, prompt, is_first=True)
+        return reply.completion["seed"], reply.policy_versions
+
+    return asyncio.ensure_future(ask())
+
+
+def play_group(server, run):
+    async def play():
+        async with serving(server.answer, TOKENS_PATH, knows_groups=True) as url:
+            client = ServerClient(f"{url}/v1", 5.0)
+            try:
+                return await asyncio.wait_for(run(client), 10)
+            finally:
+                await client.close()
+
+    return asyncio.run(play())
+
+
+def seed_of(number):
+    return derive_seed(7, number, 1)
+
+
+def test_the_first_requests_of_a_group_are_sent_as_one_and_each_gets_its_own_reply():
+    server = GroupServer([2, 0, 1])
+
+    async def run(client):
+        asked = [ask_first(client, number) for number in range(3)]
+        other = ask_first(client, 0, prompt=(3,))  # of another group
+        return await asyncio.gather(*asked, other)
+
+    *replies, other = play_group(server, run)
+    assert replies == [(seed_of(number), [(0, number)]) for number in range(3)]
+    assert other == (seed_of(0), None)
+    together, alone = sorted(server.bodies, key=lambda body: "seeds" not in body)
+    assert together["seeds"] == [seed_of(number) for number in range(3)] and "seed" not in together
+    assert alone["seed"] == seed_of(0) and len(server.bodies) == 2
+
+
+def test_a_rollout_goes_on_while_others_of_its_group_are_generated():
+    server = GroupServer([1, 0])
+    server.next = asyncio.Semaphore(1)
+
+    async def run(client):
+        first, second = ask_first(client, 0), ask_first(client, 1)
+        assert await second == (seed_of(1), [(0, 1)]) and not first.done()
+        server.next.release()
+        assert await first == (seed_of(0), [(0, 0)])
+
+    play_group(server, run)
+
+
+@pytest.mark.parametrize("last", ["end", "lost", "refused"])
+def test_a_rollout_of_a_group_without_a_reply_asks_by_itself_with_its_seed(last):
+    server = GroupServer([1], last)
+
+    async def run(client):
+        return await asyncio.gather(*(ask_first(client, number) for number in range(3)))
+
+    replies = play_group(server, run)
+    assert [seed for seed, _ in replies] == [seed_of(number) for number in range(3)]
+    own = {body["seed"] for body in server.bodies if "seed" in body}
+    assert own == {seed_of(n) for n in range(3) if n != 1 or last == "refused"}
+
+
+def test_a_late_rollout_of_a_group_ends_alone_and_a_request_ends_with_its_last_one():
+    server = GroupServer([1], "silent")
+
+    async def run(client):
+        late, quick, other = (ask_first(client, n, timeout_s=1.0 + n) for n in range(3))
+        assert await quick == (seed_of(1), [(0, 1)])
+        with pytest.raises(TimeoutError):
+            await late
+        assert not other.done() and not server.was_left.is_set()
+        other.cancel()
+        await asyncio.wait_for(server.was_left.wait(), 5)
+
+    play_group(server, run)

@@ -2,20 +2,29 @@
 
 import asyncio
 import functools
+import json
 import math
+from pathlib import Path
 
 import numpy as np
+import openai
 import pandas
 import pyarrow
 import pytest
 import torch
 import verifiers.v1 as vf
+from aiohttp import web
 from datasets import Dataset, DatasetDict
 from verifiers.v1.errors import TaskError
 
+from tests.helpers import make_request
+from tests.serving import serving
+from tests.test_environments_v1 import Server
 from verifiers_rl import RLConfig, env_from
-from verifiers_rl.envs.base import InvalidEnvironmentError
+from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
+from verifiers_rl.envs.dataset import DatasetEnvironment
 from verifiers_rl.envs.make import make_runner
+from verifiers_rl.envs.v1 import V1Environment
 
 ROWS = [{"prompt": "2 + 3", "answer": "5"}, {"prompt": "1 + 1", "answer": "2"}]
 CHAT = [{"role": "user", "content": "hi"}]
@@ -227,3 +236,92 @@ def test_a_dataset_that_cannot_be_an_environment_is_one_line(dataset, message):
 def test_a_reward_function_that_cannot_be_called_is_one_line(reward, message):
     with pytest.raises(InvalidEnvironmentError, match=message):
         env_from(ROWS, reward)
+
+
+# --- Rollouts -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def play(monkeypatch):
+    """Plays a group by a kind of runner: its rollouts, and the requests that it made."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "v1"))
+    from light_tokenizer import LightTokenizer
+
+    def play(kind, env, answer=None, say="5", sampling=None, num_rollouts=2):
+        async def run():
+            server = Server(LightTokenizer(), lambda prompt: say)
+            async with serving(answer or server.answer, "/v1/chat/completions/tokens") as url:
+                made = kind(env, RunnerOptions(url, LightTokenizer(), 200))
+                await made.open()
+                try:
+                    given = sampling or {"temperature": 1.0, "max_tokens": 90}
+                    request = make_request(0, num_rollouts, sampling_args=given, timeout_s=5.0)
+                    return await made.run_group(request), server.requests
+                finally:
+                    await made.close()
+
+        return asyncio.run(run())
+
+    return play
+
+
+@pytest.mark.parametrize("say", ["5", "a long reply", ""])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_tokens": 3}, {"sampling_mask": True, "top_k": 20, "router_replay": True}],
+    ids=str,
+)
+def test_a_rollout_is_the_one_that_verifiers_machinery_would_make(play, tmp_path, say, options):
+    """But for its times."""
+    prompt = [{"role": "system", "content": "be brief"}, *CHAT]
+    env = env_from([{"prompt": prompt, "answer": "5"}], exact)
+    options = {"max_tokens": 90, **options}
+    sampling = RLConfig(output_dir=str(tmp_path), use_cpu=True, **options).sampling_args()
+    ours, asked = play(DatasetEnvironment, env, say=say, sampling=sampling)
+    theirs, asked_by_theirs = play(V1Environment, env, say=say, sampling=sampling)
+    for body, _ in asked + asked_by_theirs:
+        del body["messages"]  # the server does not render them
+    assert asked == asked_by_theirs and len(asked) == 2
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.error is None and other.error is None and one.generation_s > 0
+        names = ("reward", "metrics", "prompt", "completion", "role", "num_turns", "is_truncated")
+        assert [getattr(one, name) for name in names] == [getattr(other, name) for name in names]
+        ((sample,), (expected,)) = one.samples, other.samples
+        assert sample.extras.keys() == expected.extras.keys()
+        for name in (*sample.DTYPES, *sample.extras):
+            np.testing.assert_array_equal(sample.column(name), expected.column(name))
+        records = [json.loads(rollout.record) for rollout in (one, other)]
+        for record in records:
+            assert record.pop("begun_at") > 0
+            for turn in record["turns"]:
+                assert 0 <= turn.pop("begin_s") < turn.pop("end_s")
+        assert records[0] == records[1]
+
+
+def failing(completion):
+    raise RuntimeError(f"not {completion}")
+
+
+async def refuse(request):
+    return web.json_response({"error": {"message": "trouble"}}, status=404)
+
+
+async def hang(request):
+    await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("reward", "answer", "error", "message", "roles"),
+    [
+        (failing, None, RuntimeError, "not 5", ["user", "assistant"]),
+        (exact, refuse, openai.NotFoundError, "trouble", ["user"]),
+        (exact, hang, TimeoutError, "took longer than generation_timeout", ["user"]),
+    ],
+)
+def test_a_rollout_that_fails_says_why_and_what_was_said(
+    play, reward, answer, error, message, roles
+):
+    (rollout,), _ = play(DatasetEnvironment, env_from(ROWS, reward), answer, num_rollouts=1)
+    assert isinstance(rollout.error, error) and message in str(rollout.error)
+    assert not rollout.samples and math.isnan(rollout.reward)
+    assert [one["role"] for one in json.loads(rollout.record)["messages"]] == roles

@@ -29,6 +29,7 @@ from verifiers_rl.envs.v1_loading import load_v1_environment
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient
 from verifiers_rl.inference.packed_tokens import pack_ids, unpack_ids, unpack_sampled
 from verifiers_rl.inference.rollout_client import ServerClient
+from verifiers_rl.inference.session import RolloutSession
 from verifiers_rl.report.run_folder import read_metrics
 
 pytestmark = pytest.mark.e2e
@@ -275,6 +276,52 @@ def test_packed_tokens_are_those_of_openais_form(server):
         assert not reply["choices"][0].get(name), name
     assert not reply.get("prompt_token_ids")
     assert reply["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"]
+
+
+@pytest.mark.parametrize("choice", [None, CALL])
+def test_replies_to_a_group_are_those_to_its_requests_one_by_one(server, choice):
+    """Ids, logprobs, versions, tool calls: with the same seeds, nothing changes."""
+    parameters = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    function = {"name": "double", "parameters": parameters}
+    body = {"model": model_name(server), "messages": [], "temperature": 1.0, "max_tokens": 80}
+    if choice is not None:
+        body |= {"tools": [{"type": "function", "function": function}]}
+        body |= {"structured_outputs": {"choice": [choice]}}
+
+    async def ask(client, number, is_first):
+        session = RolloutSession(0, None, 7, number)
+        async with session.limited(60.0):
+            http = client.of_rollout(session)
+            return await http.reply_to(body, [70, 71, 72], is_first=is_first)
+
+    async def ask_all():
+        client = ServerClient(f"{server.url}/v1", 60.0)
+        try:
+            return [
+                await asyncio.gather(*(ask(client, number, is_first) for number in range(6)))
+                for is_first in (False, True)
+            ]
+        finally:
+            await client.close()
+
+    alone, together = asyncio.run(ask_all())
+    assert len({reply.completion["id"] for reply in together}) == 1  # one request
+    assert len({reply.completion["id"] for reply in alone}) == 6
+    for one, other in zip(alone, together, strict=True):
+        for ours, theirs in zip(one.sampled, other.sampled, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+        assert one.policy_versions == other.policy_versions
+        assert one.completion["usage"] == other.completion["usage"]
+        (message, finish), (of_other, finish_of_other) = (
+            (choice["message"], choice["finish_reason"])
+            for reply in (one, other)
+            for choice in reply.completion["choices"]
+        )
+        for call in message.get("tool_calls", []) + of_other.get("tool_calls", []):
+            call.pop("id")  # drawn anew
+        assert (message, finish) == (of_other, finish_of_other)
+    has_calls = {"tool_calls" in r.completion["choices"][0]["message"] for r in together}
+    assert has_calls == {choice is not None}
 
 
 def test_no_token_is_older_than_the_bound(server, model_folder, tmp_path, v1_path):

@@ -1,3 +1,4 @@
+import asyncio
 import base64
 import json
 import struct
@@ -6,7 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from verifiers_rl.inference.generation import Generation, TokenRequest
+from verifiers_rl.inference.generation import (
+    Generation,
+    TokenRequest,
+    current_generation,
+    reply_in_lines,
+)
 from verifiers_rl.inference.packed_tokens import (
     pack_ids,
     pack_sampled,
@@ -62,6 +68,9 @@ def test_the_prompt_of_a_request_is_taken_out_of_it_and_nothing_else_is_asked_a_
         ({"stream": True}, "only a whole reply of one completion"),
         ({"n": 2}, "one completion"),
         ({"use_beam_search": True}, "one completion"),
+        *(({"seeds": wrong}, "seeds=.* or null, for each completion") for wrong in (3, [], [-1])),
+        *(({"seeds": [4, wrong]}, "must be a list") for wrong in (2**63, True, 1.0, "1")),
+        ({"seeds": [None], "stream": True}, "for several completions, set seeds"),
     ],
 )
 def test_what_cannot_be_served_is_refused(fields, message):
@@ -73,8 +82,61 @@ def answered(request, token_ids, logprobs=(), *spans):
     """Let a request end as vLLM would, with these tokens, which policies sampled from these on."""
     kept = SimpleNamespace(logprobs=logprobs, counts=[], allowed=[])
     versions = [SimpleNamespace(start=start, version=version) for start, version in spans]
-    request.end(SimpleNamespace(token_ids=token_ids, logprobs=kept, weight_versions=versions))
+    ended = SimpleNamespace(
+        index=0, token_ids=token_ids, logprobs=kept, weight_versions=versions, finish_reason="stop"
+    )
+    request.end(ended)
     return request
+
+
+class Chat:
+    """Stands for vLLM's chat handler: its reply counts how often its parser has been used."""
+
+    renderer = SimpleNamespace(tokenizer=None)
+
+    def _make_parser(self, *_):
+        return []
+
+    def _effective_chat_template_kwargs(self, request):
+        return {}
+
+    async def chat_completion_full_generator(self, request, outputs, *, parser):
+        (output,) = [output async for output in outputs]
+        parser.append(output.outputs[0].index)
+        text = json.dumps({"id": output.outputs[0].index, "parsed": len(parser)})
+        return SimpleNamespace(model_dump_json=lambda: text)
+
+
+def test_each_completion_of_a_group_is_a_line_as_soon_as_it_has_ended():
+    """One that has failed has none. Other requests have their whole reply, as before."""
+    chat, sent, parser = Chat(), [], []
+    reply_in_lines(chat)
+    generation = Generation(make_request(seeds=[5, 6, None]))
+
+    async def outputs(*given):
+        for number, reason in given:
+            kept = SimpleNamespace(logprobs=[-0.5], counts=[], allowed=[])
+            versions = [SimpleNamespace(start=0, version="3")] if number == 2 else []
+            ended = {"index": number, "token_ids": [7], "logprobs": kept, "finish_reason": reason}
+            generation.end(ended := SimpleNamespace(**ended, weight_versions=versions))
+            yield SimpleNamespace(outputs=[ended])
+            assert len(sent) == {2: 1, 0: 1, 1: 2, 9: 2}[number]
+
+    async def run(*given):
+        return await chat.chat_completion_full_generator(None, outputs(*given), parser=parser)
+
+    async def run_group():
+        current_generation.set(generation)
+        async for line in await run((2, "stop"), (0, "error"), (1, "length")):
+            sent.append(line)
+
+    asyncio.run(run_group())
+    lines = [line.split(" ", 2) for line in sent]
+    assert [line[:2] for line in lines] == [["2", "0:3"], ["1", ""]]
+    replies = [{"packed_tokens": pack_sampled([7], [-0.5]), "id": n, "parsed": 1} for n in (2, 1)]
+    assert [json.loads(line[2]) for line in lines] == replies
+    assert parser == [] and generation.packed == b""
+    assert json.loads(asyncio.run(run((9, "stop"))).model_dump_json()) == {"id": 9, "parsed": 1}
 
 
 def test_sampled_tokens_are_a_field_of_the_reply():

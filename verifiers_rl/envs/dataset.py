@@ -1,17 +1,34 @@
-"""`env_from`: makes an environment of one turn from prompts and reward functions."""
+"""`env_from`: makes an environment of one turn from prompts and reward functions, as a taskset of
+verifiers, and `DatasetEnvironment` plays it.
+"""
 
 from __future__ import annotations
 
 import inspect
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import verifiers.v1 as vf
 from pydantic import ValidationError
 
-from verifiers_rl.envs.base import InvalidEnvironmentError
+from verifiers_rl.envs.base import (
+    InvalidEnvironmentError,
+    check_logprobs,
+    finite_reward,
+    versions_of_tokens,
+)
+from verifiers_rl.envs.records import message_of, text_of
+from verifiers_rl.envs.v1 import V1Environment
+from verifiers_rl.envs.v1_loading import first_messages
+from verifiers_rl.inference import ChatReply, RolloutSession, ServerClient, allowed_tokens
+from verifiers_rl.json_text import as_json
 from verifiers_rl.option_rules import did_you_mean
+from verifiers_rl.process.loop_thread import run_contained
+from verifiers_rl.requests import GroupRequest
+from verifiers_rl.types import ALLOWED_TOKENS, ROUTED_EXPERTS, Rollout, Sample, join_column
 
 REPLY = "completion"  # the parameter of a reward function that gets the model's reply
 RewardFn = Callable[..., Any]
@@ -31,21 +48,31 @@ class ExampleTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
     @vf.reward
     async def reward(self, trace: vf.Trace) -> dict[str, float]:
         """Record each reward with its weight. Returns {}: there is no other one."""
-        values = {**self.row, REPLY: trace.last_reply}
-        for reward, weight, reward_fn, parameters in self.rewards:
-            given = reward_fn(**{name: values[name] for name in parameters})
+        scores = await self.scores_of(trace.last_reply)
+        for name, weight, *_ in self.rewards:
+            trace.record_reward(name, scores[name], weight)
+        return {}
+
+    async def scores_of(self, reply: str) -> dict[str, float]:
+        """Return what each reward function gives a reply, by its name.
+
+        Raises:
+            ValueError: a function returns no finite number.
+        """
+        values, scores = {**self.row, REPLY: reply}, dict[str, float]()
+        for name, _, reward_fn, parameters in self.rewards:
+            given = reward_fn(**{parameter: values[parameter] for parameter in parameters})
             if inspect.isawaitable(given):
                 given = await given
             try:
-                number = float(given)  # of Python, of numpy, or in a tensor
+                scores[name] = float(given)  # of Python, of numpy, or in a tensor
             except (TypeError, ValueError, RuntimeError):
-                number = math.nan
-            if isinstance(given, str) or not math.isfinite(number):
+                scores[name] = math.nan
+            if isinstance(given, str) or not math.isfinite(scores[name]):
                 raise ValueError(
-                    f"the reward function {reward!r} returned {given!r}, which is no finite number"
+                    f"the reward function {name!r} returned {given!r}, which is no finite number"
                 )
-            trace.record_reward(reward, number, weight)
-        return {}
+        return scores
 
 
 class ExampleTaskset(vf.Taskset[ExampleTask, vf.TasksetConfig]):
@@ -93,6 +120,88 @@ class ExampleTaskset(vf.Taskset[ExampleTask, vf.TasksetConfig]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "tasks": []}  # a worker gets them one by one
+
+
+class DatasetEnvironment(V1Environment):
+    """The `EnvRunner` of `env_from`. A rollout is a prompt, a request and a reward, so it needs
+    neither an endpoint nor a trace, which take most of the time of other short rollouts.
+    """
+
+    async def open(self) -> None:
+        self._http = ServerClient(f"{self.options.base_url}/v1", self.options.timeout_s)
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    async def _play(
+        self, task: Any, request: GroupRequest, session: RolloutSession
+    ) -> list[Rollout]:
+        prompt, begun_at, turns = first_messages(task), time.time(), []
+        rollout = Rollout(0, task.data.prompt_text, role="agent")
+        messages = [*map(message_of, prompt)]
+        try:
+            async with session.limited(request.timeout_s):
+                body = {**request.sampling_args, "model": request.model}
+                body |= body.pop("extra_body", {})
+                prompt_ids = self.renderer.render(prompt, **body.pop("chat_template_kwargs", {}))
+                limit, max_tokens = self.options.max_seq_len, body.get("max_tokens")
+                if (room := limit - len(prompt_ids)) < 1:
+                    raise ValueError(
+                        f"the prompt's {len(prompt_ids)} tokens fill max_seq_len={limit}"
+                    )
+                body["max_tokens"] = min(max_tokens or room, room)
+                http = self._http.of_rollout(session)
+                reply = await http.reply_to(body, prompt_ids, is_first=True)
+                (choice,) = reply.completion["choices"]
+                message, finish_reason = choice["message"], choice["finish_reason"]
+                message = message | {"reasoning_content": message.get("reasoning")}
+                sample = sample_of(prompt_ids, reply, request.policy_version)
+                rollout.generation_s = time.time() - begun_at
+                rollout.num_turns, rollout.is_truncated = 1, finish_reason == "length"
+                rollout.completion = text_of([message])
+                messages.append(message_of(message))
+                turn = {"message": len(prompt), "begin_s": 0.0, "end_s": rollout.generation_s}
+                turn |= {"num_prompt_tokens": len(prompt_ids), "finish_reason": finish_reason}
+                turn |= {"num_sampled_tokens": sample.num_loss_tokens}
+                turns.append(turn | {"policy_version": int(sample.policy_versions[-1])})
+                scoring = task.scores_of((message.get("content") or "").strip())
+                scores = rollout.metrics = await run_contained(scoring)
+                total = sum(scores[name] * weight for name, weight, *_ in task.rewards)
+                rollout.reward, rollout.samples = finite_reward(total), [sample]
+        except Exception as error:  # whatever the reward function raises
+            rollout.error = error
+        rollout.record = as_json({"begun_at": begun_at, "messages": messages, "turns": turns})
+        return [rollout]
+
+
+def sample_of(prompt_ids: list[int], reply: ChatReply, policy_version: int) -> Sample:
+    """Return the sample of a reply to a prompt.
+
+    Args:
+        policy_version: of a reply that does not say which policy sampled it.
+
+    Raises:
+        ValueError: its logprobs are no numbers.
+    """
+    assert reply.sampled is not None  # tokens were sent
+    (sampled, logprobs), num_before = reply.sampled, len(prompt_ids)
+    check_logprobs(logprobs)
+    num = len(sampled)
+    spans = reply.policy_versions or [(0, policy_version)]
+    sample = Sample(
+        np.append(prompt_ids, sampled),
+        np.arange(num_before + num) >= num_before,
+        np.append(np.zeros(num_before), logprobs),
+        np.append(np.full(num_before, -1), versions_of_tokens(spans, num)),
+    )
+    masks = [(num_before, None), (num, allowed_tokens(*reply.mask) if reply.mask else None)]
+    experts: list[tuple[int, Any]] = [(sample.num_tokens, None)]
+    if (rows := reply.experts) is not None:  # no step has computed the last token
+        experts = [(len(rows), rows), (sample.num_tokens - len(rows), None)]
+    for name, parts in ((ALLOWED_TOKENS, masks), (ROUTED_EXPERTS, experts)):
+        if (column := join_column(parts)) is not None:
+            sample.extras[name] = column
+    return sample
 
 
 def env_from(

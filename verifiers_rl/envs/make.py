@@ -124,11 +124,14 @@ def _runner(one: WeightedEnv, options: RunnerOptions) -> Any:
                 "requests.EnvRunner says what it needs"
             )
         return env
+    from verifiers_rl.envs.dataset import DatasetEnvironment, ExampleTaskset
     from verifiers_rl.envs.v1 import V1Environment
     from verifiers_rl.envs.v1_loading import load_v1_environment
 
     if isinstance(env, str):
         env = load_v1_environment({"id": env})
+    if isinstance(env, ExampleTaskset):
+        return DatasetEnvironment(env, options)
     if V1Environment.can_run(env):
         return V1Environment(env, options)
     if isinstance(env, type):

@@ -215,7 +215,7 @@ class V1Environment:
             except NotPortableError as error:
                 raise NotPortableError(f"task {task.data.idx}: {error}") from error
         if self._given is self.taskset:
-            return partial(V1Environment, without_tasks(self.taskset), self.options, False)
+            return partial(type(self), without_tasks(self.taskset), self.options, False)
         return partial(_make_again, type(self._given), self._given.config, self.options)
 
     # --- Episodes ---------------------------------------------------------------------------------

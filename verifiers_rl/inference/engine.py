@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -92,16 +93,44 @@ class RolloutEngine(AsyncLLM):
         scored = (sampling_params.prompt_logprobs, sampling_params.prompt_logprob_token_ids)
         if any(one is not None for one in scored):
             refuse_beside_adapters(self.vllm_config.lora_config)
+        seeds = None
         if generation.tokens is not None:
-            prompt = generation.tokens.fit(prompt, sampling_params)
+            prompt, seeds = generation.tokens.fit(prompt, sampling_params), generation.tokens.seeds
             options["reasoning_ended"] = None  # vLLM looked at the messages' tokens
-        async with aclosing(
-            super().generate(prompt, sampling_params, request_id, **options)
-        ) as outputs:
+        given = prompt, sampling_params, request_id
+        outputs: Any = super().generate(*given, **options)
+        if seeds is not None:
+            outputs = self._complete_each(seeds, *given, **options)
+        async with aclosing(outputs):
             async for output in outputs:
                 if output.finished:
                     generation.end(output.outputs[0])
                 yield output
+
+    async def _complete_each(
+        self, seeds: list[Any], prompt: Any, sampling: Any, request_id: str, **options: Any
+    ) -> AsyncIterator[Any]:
+        """Yield a completion for each seed, when it has ended. vLLM's own `n` has one seed for all
+        of them, and yields them together.
+        """
+
+        async def complete(number: int) -> Any:
+            own = copy.copy(sampling)
+            own.n, own.seed = 1, seeds[number]
+            name = f"{request_id}-{number}"
+            async for output in super(RolloutEngine, self).generate(prompt, own, name, **options):
+                ended = output  # the only one, because nothing is streamed
+            ended.outputs[0].index = number
+            return ended
+
+        tasks = [asyncio.create_task(complete(number)) for number in range(len(seeds))]
+        try:
+            for ended in asyncio.as_completed(tasks):
+                yield await ended
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def add_request(
         self, request_id: str, prompt: Any, params: Any, *args: Any, **options: Any

@@ -4,7 +4,8 @@ generation request has and gets beside vLLM's own fields.
     POST /v1/chat/completions/tokens  like /v1/chat/completions, but the prompt is the token ids in
                                       "tokens", not the tokenised messages; the reply has the
                                       sampled tokens too, and those that could be sampled if
-                                      "sampling_mask" asks for them (packed_tokens.py)
+                                      "sampling_mask" asks for them; and with "seeds" it has a
+                                      line for each of several completions (packed_tokens.py)
 
 Every whole reply to a generation request for one completion says which policy sampled its tokens,
 in a header: `X-Policy-Versions: 0:3,17:4` is version 3 from the first token on and version 4 from
@@ -26,7 +27,12 @@ from starlette.responses import JSONResponse
 from starlette.websockets import WebSocketClose
 
 from verifiers_rl.inference.client import LOOPBACK, TOKEN_VARIABLE
-from verifiers_rl.inference.generation import Generation, TokenRequest, current_generation
+from verifiers_rl.inference.generation import (
+    Generation,
+    TokenRequest,
+    current_generation,
+    reply_in_lines,
+)
 from verifiers_rl.inference.packed_tokens import VERSIONS_HEADER
 from verifiers_rl.inference.weight_routes import WeightRoutes
 
@@ -48,6 +54,7 @@ class Gateway:
     def __init__(self, app: Any) -> None:
         self.app = app
         self.weights: WeightRoutes | None = None
+        self.chat: Any = None  # vLLM's handler, once it can reply in lines
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http" and scope["path"] != PUSH_PATH:
@@ -82,6 +89,9 @@ class Gateway:
                 fields, config = json.loads(body), scope["app"].state.engine_client.model_config
                 tokens = TokenRequest(fields, config.get_vocab_size(), config.max_model_len)
                 scope, receive = with_body(scope, json.dumps(fields).encode(), receive)
+                if tokens.seeds is not None and self.chat is None:
+                    self.chat = scope["app"].state.openai_serving_chat
+                    reply_in_lines(self.chat)
         except ValueError as problem:
             return await error(400, str(problem))(scope, receive, send)
         except HTTPException as problem:

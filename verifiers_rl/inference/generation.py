@@ -3,7 +3,7 @@ beside vLLM's reply.
 
     gateway.py ──► vLLM's handler ──► engine.py ──► vLLM's handler ──► gateway.py
     TokenRequest    parses fields,      prompt, salt,     message with    a header,
-    Generation      renders messages    versions          tool calls      packed tokens
+    Generation      renders messages    seeds, versions   tool calls      packed tokens
 
 vLLM's handlers know nothing of this. The engine finds the `Generation` in a context variable of the
 request's task.
@@ -12,12 +12,13 @@ request's task.
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
 
-from verifiers_rl.inference.packed_tokens import FIELD, MASK_FIELD, pack_sampled, unpack_ids
+from verifiers_rl.inference.packed_tokens import FIELD, MASK_FIELD, SEEDS, pack_sampled, unpack_ids
 from verifiers_rl.types import MAX_MASK
 
 # vLLM's lower bound in OpenAI's form, which cannot say -inf.
@@ -48,11 +49,13 @@ class TokenRequest:
         vocab_size, max_model_len: of the model.
 
     Raises:
-        ValueError: `tokens` are no token ids of the model, or too many, or more than one whole
-            reply is requested, or a sampling mask without a bound.
+        ValueError: `tokens` are no token ids of the model, or too many, or `seeds` are none, or the
+            reply is requested in another form, or a sampling mask without a bound.
 
     Attributes:
         token_ids: the prompt.
+        seeds: of the completions of a group; each one is a line of the reply. None: one completion
+            is the whole reply.
         num_logprobs: the likeliest tokens, of which a sampling mask is made; 0 if it wants none.
     """
 
@@ -67,7 +70,19 @@ class TokenRequest:
             or fields.get("use_beam_search")
             or fields.get("stream")
         ):
-            raise ValueError(f"{FIELD}: only a whole reply of one completion has packed tokens")
+            raise ValueError(
+                f"{FIELD}: only a whole reply of one completion has packed tokens; for several "
+                f"completions, set {SEEDS}"
+            )
+        self.seeds: list[int | None] | None = fields.pop(SEEDS, None)
+        if self.seeds is not None:
+            is_list = isinstance(self.seeds, list) and self.seeds
+            if not is_list or not all(map(is_seed, self.seeds)):
+                raise ValueError(
+                    f"{SEEDS}={self.seeds!r}: must be a list with a number from 0 to 2**63 - 1, or "
+                    "null, for each completion"
+                )
+            fields["n"] = len(self.seeds)  # vLLM knows how many it allows
         has_mask, top_k = fields.pop(MASK_FIELD, False), fields.get("top_k")
         if not isinstance(has_mask, bool):
             raise ValueError(f"{MASK_FIELD}={has_mask!r}: must be true or false")
@@ -90,6 +105,10 @@ class TokenRequest:
         sampling.logprobs, sampling.flat_logprobs = self.num_logprobs, True
         prompt = {name: value for name, value in prompt.items() if name != "prompt"}
         return prompt | {"prompt_token_ids": self.token_ids}
+
+
+def is_seed(value: Any) -> bool:
+    return value is None or (type(value) is int and 0 <= value < 2**63)
 
 
 def take_prompt(fields: dict[str, Any], vocab_size: int, max_model_len: int) -> list[int]:
@@ -122,6 +141,7 @@ class Generation:
 
     Attributes:
         num_completions: of its reply.
+        number: of the last completion in its group.
         versions: which policy sampled which tokens of the last completion, as a header says it;
             None if one of them is of no policy, or of two mixed.
         packed: a JSON field for its reply; b"" if it asks for none, or before its end.
@@ -129,15 +149,17 @@ class Generation:
 
     def __init__(self, tokens: TokenRequest | None = None) -> None:
         self.tokens = tokens
-        self.num_completions = 0
+        self.num_completions = self.number = 0
         self.versions: str | None = None
         self.packed = b""
 
     def end(self, completion: Any) -> None:
         """All of a completion is there, vLLM's `CompletionOutput`."""
+        self.number = completion.index
         spans = completion.weight_versions or []
-        if spans and all(span.version.isdigit() for span in spans):
-            self.versions = ",".join(f"{span.start}:{span.version}" for span in spans)
+        is_known = spans and all(span.version.isdigit() for span in spans)
+        texts = (f"{span.start}:{span.version}" for span in spans)
+        self.versions = ",".join(texts) if is_known else None
         if self.tokens is not None:
             kept = completion.logprobs  # `engine.SampledTokens`
             logprobs = np.asarray(kept.logprobs, np.float32).clip(min=LOWEST_LOGPROB)
@@ -145,5 +167,42 @@ class Generation:
             packed = pack_sampled(completion.token_ids, logprobs, mask)
             self.packed = f'"{FIELD}":{json.dumps(packed)},'.encode()
 
+    def take_line(self, reply: str) -> str:
+        """Return a completion of a group as a line: its number, its versions and its reply."""
+        packed, self.packed = self.packed.decode(), b""
+        return f"{self.number} {self.versions or ''} {reply[0]}{packed}{reply[1:]}\n"
+
 
 current_generation: ContextVar[Generation | None] = ContextVar("generation", default=None)
+
+
+def reply_in_lines(chat: Any) -> None:
+    """Let vLLM's chat handler send a group's completions one by one. Each is the reply that it
+    would be to a request of its own, and is sent as soon as it has ended. One that fails has no
+    line.
+    """
+    reply_to = chat.chat_completion_full_generator
+
+    async def reply(
+        request: Any, outputs: AsyncIterator[Any], *args: Any, parser: Any = None, **options: Any
+    ) -> Any:
+        generation = current_generation.get()
+        if generation is None or generation.tokens is None or generation.tokens.seeds is None:
+            return await reply_to(request, outputs, *args, parser=parser, **options)
+
+        async def only(output: Any) -> AsyncIterator[Any]:
+            yield output
+
+        async def lines() -> AsyncIterator[str]:
+            async for output in outputs:
+                own = parser  # it keeps what it has parsed
+                if parser is not None:
+                    template = chat._effective_chat_template_kwargs(request)
+                    own = chat._make_parser(request, chat.renderer.tokenizer, template)
+                if output.outputs[0].finish_reason != "error":
+                    whole = await reply_to(request, only(output), *args, parser=own, **options)
+                    yield generation.take_line(whole.model_dump_json())
+
+        return lines()
+
+    chat.chat_completion_full_generator = reply

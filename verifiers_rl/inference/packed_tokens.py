@@ -14,6 +14,12 @@ min-p allowed at each position, 5.3 bytes for each of them and 5.3 a position:
 
     reply    "packed_tokens": {..., "num_allowed": <how many, a position>, "allowed": <their ids>}
 
+With `"seeds": [3, 5, ...]` in the request, it asks for so many replies to the prompt, a group. Each
+is sent as soon as it has ended, as a line with its place in the list, its versions in the form of
+the header, and the JSON of a reply, with a space between them:
+
+    reply    1 0:3,17:4 {"packed_tokens": ...}
+
 vLLM itself returns the experts of each token of prompt and reply but the last, whose experts no
 step has chosen: layers x top_k x 1.33 bytes a token, twice that above 256 experts.
 """
@@ -29,6 +35,7 @@ import numpy as np
 
 FIELD = "packed_tokens"
 MASK_FIELD = "sampling_mask"
+SEEDS = "seeds"
 VERSIONS_HEADER = "x-policy-versions"  # of any reply, see gateway.py
 _ID, _LOGPROB = np.dtype("<i4"), np.dtype("<f4")
 

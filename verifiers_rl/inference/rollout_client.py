@@ -1,5 +1,8 @@
 """How requests for rollouts reach `vf-vllm`, and what comes back beside the replies: which policies
 sampled their tokens.
+
+The first requests of the rollouts of a group are alike but for their seeds. Those that come at the
+same time are sent as one, and each rollout goes on as soon as its own reply is there.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ import copy
 import json
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Self
 
@@ -20,6 +23,7 @@ from openai import APIConnectionError, APITimeoutError, AsyncOpenAI, DefaultAsyn
 
 from verifiers_rl.inference.client import generation_key, keep_alive
 from verifiers_rl.inference.packed_tokens import (
+    SEEDS,
     VERSIONS_HEADER,
     pack_ids,
     unpack_experts,
@@ -34,6 +38,7 @@ CONNECT_S = 60.0  # deadline of a connection
 # A request ends so long after the deadline of its rollout, which comes first. It may be in another
 # task: verifiers' endpoint sends it for a program.
 BEHIND_S = 1.0
+GATHER_S = 0.002  # the first request of a group waits so long for others like it
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,21 @@ class ChatReply:
     experts: np.ndarray | None = None
 
 
+@dataclass(eq=False)
+class _Gathered:
+    """Requests that are sent as one.
+
+    Attributes:
+        seeds: of the replies.
+        replies: each is None where the server has sent none.
+        asking: sends it.
+    """
+
+    asking: asyncio.Task[None]
+    seeds: list[int | None] = field(default_factory=list)
+    replies: list[asyncio.Future[httpx.Response | None]] = field(default_factory=list)
+
+
 class ServerClient(AsyncOpenAI):
     """AsyncOpenAI with a short path for `post(..., cast_to=httpx.Response)`, by which all clients
     here send their requests. The path uses aiohttp and skips the layers of openai and httpx. With
@@ -73,6 +93,7 @@ class ServerClient(AsyncOpenAI):
     def __init__(self, base_url: str, timeout_s: float) -> None:
         self._key_of = cache(generation_key)
         self._rollout = RolloutSession(0)  # of requests that belong to none
+        self._gathered: dict[tuple[str, str], _Gathered] = {}  # by address and body
         # No proxy: it is our own server.
         http = DefaultAsyncHttpxClient(trust_env=False, timeout=timeout_s)
         super().__init__(
@@ -95,12 +116,16 @@ class ServerClient(AsyncOpenAI):
         client.__dict__.pop("chat", None)  # it is bound to the client that made it
         return client
 
-    async def reply_to(self, body: Mapping[str, Any], prompt_ids: Sequence[int] = ()) -> ChatReply:
+    async def reply_to(
+        self, body: Mapping[str, Any], prompt_ids: Sequence[int] = (), is_first: bool = False
+    ) -> ChatReply:
         """Request a reply to messages, or to tokens.
 
         Args:
             body: of a chat request; with `routed_experts`, the reply has them.
             prompt_ids: the prompt, in place of the body's messages.
+            is_first: others of its group may ask the same. Only of tokens: the route of messages
+                knows no groups.
         """
         path, body = "/chat/completions", dict(body)
         if prompt_ids:
@@ -109,7 +134,9 @@ class ServerClient(AsyncOpenAI):
             body |= {"tokens": pack_ids(prompt_ids), "messages": [{"role": "user", "content": "."}]}
         wants_experts = body.pop("routed_experts", False)  # the server's flag returns them
         # Not a subclass's, which may call this method.
-        reply = await ServerClient.post(self, path, cast_to=httpx.Response, body=body)
+        reply = await ServerClient.post(
+            self, path, cast_to=httpx.Response, body=body, is_first=is_first and bool(prompt_ids)
+        )
         completion = reply.json()
         experts = completion["choices"][0].pop("routed_experts", None)
         packed = completion.pop("packed_tokens", {})
@@ -127,9 +154,13 @@ class ServerClient(AsyncOpenAI):
         rollout = self._rollout
         base = str(self.base_url).rstrip("/") if rollout.url is None else f"{rollout.url}/v1"
         url, headers = base + path, {"Authorization": f"Bearer {self._key_of(base)}"}
-        data = json.dumps(rollout.with_seed(kwargs["body"]))
+        body = rollout.with_seed(kwargs["body"])
         try:
-            response = await self._ask(url, data, headers)
+            response = None
+            if kwargs.get("is_first"):
+                response = await self._ask_with_others(url, body, headers)
+            if response is None:
+                response = await self._ask(url, json.dumps(body), headers)
             if not response.is_error:
                 rollout.check_versions(response.extensions["policy_versions"])
         except TimeoutError as error:  # aiohttp's are also ClientErrors
@@ -145,12 +176,81 @@ class ServerClient(AsyncOpenAI):
             raise self._make_status_error_from_response(response)
         return response
 
+    @property
+    def _left_s(self) -> float:
+        """Seconds until the deadline of a request."""
+        left_s = self._rollout.left_s
+        return self._timeout_s if left_s is None else left_s + BEHIND_S
+
+    async def _ask_with_others(
+        self, url: str, body: dict[str, Any], headers: dict[str, str]
+    ) -> httpx.Response | None:
+        """Send a request together with those that come at the same time and differ from it by their
+        seeds only. Return None if it is to be sent by itself: no other one came, or their common
+        request failed, and each of them will meet the reason.
+        """
+        alike = {name: value for name, value in body.items() if name != "seed"}
+        key = url, json.dumps(alike)
+        if (group := self._gathered.get(key)) is None:
+            asking = asyncio.create_task(self._ask_together(key, alike, headers))
+            group = self._gathered[key] = _Gathered(asking)
+        group.seeds.append(body.get("seed"))
+        reply: asyncio.Future[httpx.Response | None] = asyncio.Future()
+        group.replies.append(reply)
+        try:
+            async with self._rollout.watching(), asyncio.timeout(self._left_s):
+                return await reply
+        finally:
+            replies = group.replies
+            if all(one.done() for one in replies) and any(one.cancelled() for one in replies):
+                group.asking.cancel()  # so that the server gives up those that nobody waits for
+
+    async def _ask_together(
+        self, key: tuple[str, str], alike: dict[str, Any], headers: dict[str, str]
+    ) -> None:
+        """Send the requests of a group as one, and give each its reply when that comes."""
+        group = self._gathered[key]
+        timeout = aiohttp.ClientTimeout(None, sock_connect=CONNECT_S)  # each one has a deadline
+        request, unread = httpx.Request("POST", key[0]), bytearray()
+        try:
+            await asyncio.sleep(GATHER_S)
+        finally:
+            del self._gathered[key]
+        try:
+            if len(group.seeds) == 1:
+                return
+            data = json.dumps(alike | {SEEDS: group.seeds})
+            async with self._session.post(
+                key[0], data=data, headers=headers, timeout=timeout, raise_for_status=True
+            ) as sent:
+                async for part in sent.content.iter_any():
+                    unread += part
+                    if b"\n" not in part:
+                        continue
+                    *lines, unread = unread.split(b"\n")
+                    for line in lines:
+                        number, versions, content = line.split(b" ", 2)
+                        whole = httpx.Response(
+                            200,
+                            content=bytes(content),
+                            request=request,
+                            extensions={"policy_versions": _versions_of(versions.decode())},
+                        )
+                        if not (reply := group.replies[int(number)]).done():
+                            reply.set_result(whole)
+        except (aiohttp.ClientError, TimeoutError):
+            pass  # each of them will meet it
+        finally:
+            for reply in group.replies:
+                if not reply.done():
+                    reply.set_result(None)
+
     async def _ask(self, url: str, data: str, headers: dict[str, str]) -> httpx.Response:
         """Send a request and return the reply. After a lost connection or a status of 500, send it
         once again; while the server or a proxy says that it is busy, again and again.
         """
-        loop, left_s = asyncio.get_running_loop(), self._rollout.left_s
-        deadline = loop.time() + (self._timeout_s if left_s is None else left_s + BEHIND_S)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._left_s
         pause_s, has_failed = 0.5, False
         while True:
             try:
