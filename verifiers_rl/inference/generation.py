@@ -76,8 +76,7 @@ class TokenRequest:
             )
         self.seeds: list[int | None] | None = fields.pop(SEEDS, None)
         if self.seeds is not None:
-            is_list = isinstance(self.seeds, list) and self.seeds
-            if not is_list or not all(map(is_seed, self.seeds)):
+            if not (isinstance(self.seeds, list) and self.seeds and all(map(is_seed, self.seeds))):
                 raise ValueError(
                     f"{SEEDS}={self.seeds!r}: must be a list with a number from 0 to 2**63 - 1, or "
                     "null, for each completion"
@@ -141,7 +140,6 @@ class Generation:
 
     Attributes:
         num_completions: of its reply.
-        number: of the last completion in its group.
         versions: which policy sampled which tokens of the last completion, as a header says it;
             None if one of them is of no policy, or of two mixed.
         packed: a JSON field for its reply; b"" if it asks for none, or before its end.
@@ -149,13 +147,12 @@ class Generation:
 
     def __init__(self, tokens: TokenRequest | None = None) -> None:
         self.tokens = tokens
-        self.num_completions = self.number = 0
+        self.num_completions = 0
         self.versions: str | None = None
         self.packed = b""
 
     def end(self, completion: Any) -> None:
         """All of a completion is there, vLLM's `CompletionOutput`."""
-        self.number = completion.index
         spans = completion.weight_versions or []
         is_known = spans and all(span.version.isdigit() for span in spans)
         texts = (f"{span.start}:{span.version}" for span in spans)
@@ -167,10 +164,10 @@ class Generation:
             packed = pack_sampled(completion.token_ids, logprobs, mask)
             self.packed = f'"{FIELD}":{json.dumps(packed)},'.encode()
 
-    def take_line(self, reply: str) -> str:
+    def take_line(self, number: int, reply: str) -> str:
         """Return a completion of a group as a line: its number, its versions and its reply."""
         packed, self.packed = self.packed.decode(), b""
-        return f"{self.number} {self.versions or ''} {reply[0]}{packed}{reply[1:]}\n"
+        return f"{number} {self.versions or ''} {reply[0]}{packed}{reply[1:]}\n"
 
 
 current_generation: ContextVar[Generation | None] = ContextVar("generation", default=None)
@@ -199,9 +196,10 @@ def reply_in_lines(chat: Any) -> None:
                 if parser is not None:
                     template = chat._effective_chat_template_kwargs(request)
                     own = chat._make_parser(request, chat.renderer.tokenizer, template)
-                if output.outputs[0].finish_reason != "error":
+                ended = output.outputs[0]
+                if ended.finish_reason != "error":
                     whole = await reply_to(request, only(output), *args, parser=own, **options)
-                    yield generation.take_line(whole.model_dump_json())
+                    yield generation.take_line(ended.index, whole.model_dump_json())
 
         return lines()
 
