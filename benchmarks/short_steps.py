@@ -1,6 +1,7 @@
 """Seconds of a training step on short rollouts, where all that is not the model counts most.
 
-    python benchmarks/short_steps.py [--steps 40] [--rounds 3] [--env-workers 0 1] [--unshared]
+    python benchmarks/short_steps.py [--steps 40] [--rounds 3] [--env-workers 0 1]
+        [--envs v1 env_from] [--unshared]
 
 A step trains all weights of a model of 0.9 M parameters on 64 rollouts: 8 prompts of 33 tokens, 8
 replies of 6 tokens to each. The real vf-vllm serves the model and has the first core, the real
@@ -58,9 +59,17 @@ class ShortTaskset(vf1.Taskset[ShortTask, ShortConfig]):
             yield ShortTask(vf1.TaskData(idx=i, prompt=prompt), self.config.task)
 
 
-def make_env(prompt_length: int) -> Any:
+def lower_case(completion: str) -> float:
+    return score(completion)
+
+
+def make_env(kind: str, prompt_length: int) -> Any:
+    from verifiers_rl import env_from
     from verifiers_rl.envs.v1_loading import load_v1_environment
 
+    if kind == "env_from":
+        rows = [{"prompt": prompt_of(number, prompt_length)} for number in range(1024)]
+        return env_from(rows, lower_case)
     taskset = {"id": "short_steps", "prompt_length": prompt_length}
     return load_v1_environment({"taskset": taskset, "agent": {"harness": {"id": "null"}}})
 
@@ -104,6 +113,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--env-workers", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--envs", nargs="+", choices=["v1", "env_from"], default=["v1", "env_from"])
     parser.add_argument("--unshared", action="store_true")
     options = parser.parse_args()
 
@@ -125,21 +135,22 @@ def main() -> None:
             [{"role": "user", "content": ""}], add_generation_prompt=True, return_dict=False
         )
         prompt_length = PROMPT_TOKENS - len(empty)
-        seconds: dict[int, list[float]] = {workers: [] for workers in options.env_workers}
+        settings = [*itertools.product(options.envs, options.env_workers)]
+        seconds: dict[tuple[str, int], list[float]] = {setting: [] for setting in settings}
         flags = ("--max-num-seqs", "256")
         with running_server(Path(folder, "model"), Path(folder, "log"), *flags) as server:
             for _ in range(options.rounds):
-                for workers in options.env_workers:
-                    env = make_env(prompt_length)
-                    seconds[workers] += time_steps(
+                for kind, workers in settings:
+                    env = make_env(kind, prompt_length)
+                    seconds[kind, workers] += time_steps(
                         f"{folder}/model", env, server.port, folder, workers, options
                     )
-    print("| env_workers | step s | over the first row |")
-    print("| --- | --- | --- |")
-    first = statistics.median(seconds[options.env_workers[0]])
-    for workers, times in seconds.items():
+    print("| environment | env_workers | step s | over the first row |")
+    print("| --- | --- | --- | --- |")
+    first = statistics.median(seconds[settings[0]])
+    for (kind, workers), times in seconds.items():
         median = statistics.median(times)
-        print(f"| {workers} | {median:.3f} | {median / first:.2f} |")
+        print(f"| {kind} | {workers} | {median:.3f} | {median / first:.2f} |")
 
 
 if __name__ == "__main__":
