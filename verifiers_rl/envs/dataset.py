@@ -66,7 +66,7 @@ class ExampleTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
                 given = await given
             try:
                 scores[name] = float(given)  # of Python, of numpy, or in a tensor
-            except (TypeError, ValueError, RuntimeError):
+            except Exception:  # whatever its type raises
                 scores[name] = math.nan
             if isinstance(given, str) or not math.isfinite(scores[name]):
                 raise ValueError(
@@ -160,12 +160,20 @@ class DatasetEnvironment(V1Environment):
                 rollout.num_turns, rollout.is_truncated = 1, finish_reason == "length"
                 rollout.completion = text_of([message])
                 messages.append(message_of(message))
-                turn = {"message": len(prompt), "begin_s": 0.0, "end_s": rollout.generation_s}
-                turn |= {"num_prompt_tokens": len(prompt_ids), "finish_reason": finish_reason}
-                turn |= {"num_sampled_tokens": sample.num_loss_tokens}
-                turns.append(turn | {"policy_version": int(sample.policy_versions[-1])})
-                scoring = task.scores_of((message.get("content") or "").strip())
-                scores = rollout.metrics = await run_contained(scoring)
+                turns.append(
+                    {
+                        "message": len(prompt),
+                        "begin_s": 0.0,
+                        "end_s": rollout.generation_s,
+                        "num_prompt_tokens": len(prompt_ids),
+                        "num_sampled_tokens": sample.num_loss_tokens,
+                        "policy_version": int(sample.policy_versions[-1]),
+                        "finish_reason": finish_reason,
+                    }
+                )
+                scores = rollout.metrics = await run_contained(
+                    task.scores_of((message.get("content") or "").strip())
+                )
                 total = sum(scores[name] * weight for name, weight, *_ in task.rewards)
                 rollout.reward, rollout.samples = finite_reward(total), [sample]
         except Exception as error:  # whatever the reward function raises
@@ -237,8 +245,12 @@ def env_from(
     if not functions or not all(map(callable, functions)):
         raise InvalidEnvironmentError(f"env_from: reward_fn={reward_fn!r} is no function")
     names = [getattr(function, "__name__", repr(function)) for function in functions]
-    weights = weights or [1.0] * len(names)
-    if len(weights) != len(names):
+    numbers = np.array([1.0] * len(names) if weights is None else weights)
+    if (
+        numbers.shape != (len(names),)
+        or numbers.dtype.kind not in "iuf"
+        or not np.isfinite(numbers).all()
+    ):
         raise InvalidEnvironmentError(
             f"env_from: weights={weights}: must be as many numbers as reward functions, {names}"
         )
@@ -247,7 +259,7 @@ def env_from(
             f"env_from: the reward functions are named {names}; give each a name of its own, and "
             "none 'reward'"
         )
-    rewards = [*zip(names, weights, functions, strict=True)]
+    rewards = [*zip(names, numbers.tolist(), functions, strict=True)]
     taskset = ExampleTaskset(dataset, rewards, system_prompt, "dataset")
     if eval_dataset is not None:
         of_evaluation = ExampleTaskset(eval_dataset, rewards, system_prompt, "eval_dataset")
