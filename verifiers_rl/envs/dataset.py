@@ -203,9 +203,9 @@ def sample_of(prompt_ids: list[int], reply: ChatReply, policy_version: int) -> S
         np.append(np.full(num_before, -1), versions_of_tokens(spans, num)),
     )
     masks = [(num_before, None), (num, allowed_tokens(*reply.mask) if reply.mask else None)]
-    experts: list[tuple[int, Any]] = [(sample.num_tokens, None)]
-    if (rows := reply.experts) is not None:  # no step has computed the last token
-        experts = [(len(rows), rows), (sample.num_tokens - len(rows), None)]
+    rows = reply.experts  # no step has computed the last token
+    num_rows = 0 if rows is None else len(rows)
+    experts = [(num_rows, rows), (sample.num_tokens - num_rows, None)]
     for name, parts in ((ALLOWED_TOKENS, masks), (ROUTED_EXPERTS, experts)):
         if (column := join_column(parts)) is not None:
             sample.extras[name] = column
