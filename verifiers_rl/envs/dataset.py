@@ -150,11 +150,12 @@ class DatasetEnvironment(V1Environment):
                         f"the prompt's {len(prompt_ids)} tokens fill max_seq_len={limit}"
                     )
                 body["max_tokens"] = min(max_tokens or room, room)
-                http = self._http.of_rollout(session)
-                reply = await http.reply_to(body, prompt_ids, is_first=True)
+                reply = await self._http.of_rollout(session).reply_to(
+                    body, prompt_ids, is_first=True
+                )
                 (choice,) = reply.completion["choices"]
                 message, finish_reason = choice["message"], choice["finish_reason"]
-                message = message | {"reasoning_content": message.get("reasoning")}
+                message |= {"reasoning_content": message.get("reasoning")}
                 sample = sample_of(prompt_ids, reply, request.policy_version)
                 rollout.generation_s = time.time() - begun_at
                 rollout.num_turns, rollout.is_truncated = 1, finish_reason == "length"
@@ -239,7 +240,7 @@ def env_from(
         InvalidEnvironmentError: there are no examples or no prompts, a parameter of a reward
             function names no column, or weights or names do not fit the functions.
     """
-    if system_prompt is not None and not isinstance(system_prompt, str):
+    if not isinstance(system_prompt, str | None):
         raise InvalidEnvironmentError(f"env_from: system_prompt={system_prompt!r} is no string")
     functions = reward_fn if isinstance(reward_fn, list | tuple) else [reward_fn]
     if not functions or not all(map(callable, functions)):
