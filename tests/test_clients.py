@@ -184,6 +184,7 @@ class GroupServer:
             for place in self.places:
                 await self.next.acquire()
                 line = json.dumps({**REPLY, "seed": body["seeds"][place]})
+                await reply.write(b": keep-alive\n\n")  # vLLM's --sse-keep-alive-interval
                 # In two parts, as the network cuts them.
                 await reply.write(f"{place} 0:{place} {line[:9]}".encode())
                 await reply.write(f"{line[9:]}\n".encode())
@@ -280,3 +281,29 @@ def test_a_late_rollout_of_a_group_ends_alone_and_a_request_ends_with_its_last_o
         await asyncio.wait_for(server.was_left.wait(), 5)
 
     play_group(server, run)
+
+
+def test_a_request_is_sent_though_the_one_that_it_joins_has_just_been_cancelled():
+    server = GroupServer()
+
+    async def run(client):
+        first = ask_first(client, 0)
+        await asyncio.sleep(0)  # it waits for others
+        first.cancel()
+        assert await ask_first(client, 1) == (seed_of(1), None)
+        with pytest.raises(asyncio.CancelledError):
+            await first
+
+    play_group(server, run)
+    assert [body["seed"] for body in server.bodies] == [seed_of(1)]
+
+
+def test_a_rollout_whose_server_is_lost_leaves_no_request():
+    async def run(client):
+        session = RolloutSession(0, str(client.base_url).removesuffix("/v1/"))
+        session.fail()
+        with pytest.raises(openai.APIConnectionError, match="is lost"):
+            await client.of_rollout(session).reply_to({"model": "m"}, (1, 2), is_first=True)
+        assert not client._gathered
+
+    play_group(GroupServer(), run)

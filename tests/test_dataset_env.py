@@ -139,7 +139,7 @@ def test_several_rewards_are_summed_by_weight_and_each_is_kept():
     async def right(completion, answer):
         return exact(completion, answer)
 
-    for weights, expected in ((None, [0.0, -1.0]), ([1, 0.2], [0.8, -0.2])):
+    for weights, expected in ((None, [0.0, -1.0]), (np.array([1, 0.2]), [0.8, -0.2])):
         traces = scored(env_from(ROWS, [right, short], weights=weights))
         assert [trace.reward for trace in traces] == pytest.approx(expected)
         scores = [{name: one.score for name, one in trace.rewards.items()} for trace in traces]
@@ -152,6 +152,10 @@ def test_several_rewards_are_summed_by_weight_and_each_is_kept():
     ("functions", "weights", "message"),
     [
         ([exact, short], [1], r"weights=\[1\]: .* as many .* functions, \['exact', 'short'\]"),
+        ([exact, short], [1, math.nan], r"weights=\[1, nan\]: must be as many numbers"),
+        ([exact, short], [1, "2"], r"weights=\[1, '2'\]: must be as many numbers"),
+        ([exact], [], r"weights=\[\]: must be as many numbers"),
+        ([exact], 0.5, "weights=0.5: must be as many numbers"),
         ([short, short], None, r"named \['short', 'short'\]; give each a name of its own"),
         ([], None, r"reward_fn=\[\] is no function"),
         ([exact, "short"], None, r"'short'\] is no function"),
@@ -178,7 +182,7 @@ def test_numbers_of_all_kinds_are_rewards(value):
     assert (reward, type(reward)) == (1.0, float)
 
 
-@pytest.mark.parametrize("value", [None, "1.0", math.nan, [1.0], torch.ones(2), 1j])
+@pytest.mark.parametrize("value", [None, "1.0", math.nan, [1.0], torch.ones(2), 1j, 10**400])
 def test_what_is_no_number_costs_the_rollout(value):
     with pytest.raises(TaskError, match=r"function '.*' returned .*, which is no finite number"):
         rewards(env_from(["p"], lambda completion: value))

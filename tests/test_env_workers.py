@@ -359,6 +359,16 @@ def test_rewards_that_end_the_process_or_the_task_cost_their_own_rollouts(
     assert "another one is started" not in caplog.text
 
 
+def test_a_task_that_outlives_its_loop_ends_without_an_error():
+    loop = asyncio.new_event_loop()
+    contain_tasks(loop)
+    task = loop.create_task(asyncio.sleep(60))
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    task._log_destroy_pending = False
+    task.get_coro().close()  # as Python does with what nobody needs
+
+
 SCRIPT = """
 import asyncio, os, sys
 import verifiers.v1 as vf

@@ -265,13 +265,13 @@ def test_a_bucket_that_two_processes_share_is_filled_again_when_it_was_taken(sha
             buffer = worker.receive(num_bytes)()
             assert buffer.tolist() == [number] * num_bytes
         sending.join(10)
-        # Behind it is its checksum: the sum of two words, each 0x0303.
-        assert num_sent == [1, 2, 3] and taken.tolist() == [3] * 4 + [6, 6] + [0] * 10
+        # Behind it is its checksum: the sum of two words, each 0x0303, with inverted bits.
+        assert num_sent == [1, 2, 3] and taken.tolist() == [3] * 4 + [0xF9, 0xF9] + [0xFF] * 10
         filled.zero_()
         assert buffer.tolist() == [3] * 4  # the worker's own
 
 
-@pytest.mark.parametrize("place", [0, 3, 4, 11])  # of the bucket, or of its checksum
+@pytest.mark.parametrize("place", [0, 3, 4, 11, None])  # of the bucket, or of its checksum
 def test_a_bucket_with_another_byte_than_was_sent_is_refused(shared_bucket, place):
     with ranks() as (made, _, _):
         sending = threading.Thread(target=made[0].send, args=(BUCKET.clone(),))
@@ -281,7 +281,10 @@ def test_a_bucket_with_another_byte_than_was_sent_is_refused(shared_bucket, plac
         while number[0] < 2:  # the first message connects
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        in_memory[place] += 1
+        if place is None:
+            in_memory.zero_()  # as memory that nobody has written
+        else:
+            in_memory[place] += 1
         with pytest.raises(nccl.NcclError, match=r"other bytes than were sent \(checksum\)"):
             made[1].receive(4)()
         sending.join(10)

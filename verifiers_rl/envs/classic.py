@@ -292,7 +292,7 @@ class _Route(ServerClient):
             own = ("token_ids", "sampling_params", "routed_experts_prompt_start")
             both = body | body["sampling_params"]
             body = {name: value for name, value in both.items() if name not in own}
-        reply = await self.reply_to(body, prompt, is_first=not self.replies)
+        reply = await self.reply_to(body, prompt, is_first=not self._turns)
         completion = reply.completion
         self.replies[completion["id"]] = reply
         if reply.sampled is not None:

@@ -66,7 +66,7 @@ class ExampleTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
                 given = await given
             try:
                 scores[name] = float(given)  # of Python, of numpy, or in a tensor
-            except (TypeError, ValueError, RuntimeError):
+            except Exception:  # whatever its type raises
                 scores[name] = math.nan
             if isinstance(given, str) or not math.isfinite(scores[name]):
                 raise ValueError(
@@ -150,22 +150,31 @@ class DatasetEnvironment(V1Environment):
                         f"the prompt's {len(prompt_ids)} tokens fill max_seq_len={limit}"
                     )
                 body["max_tokens"] = min(max_tokens or room, room)
-                http = self._http.of_rollout(session)
-                reply = await http.reply_to(body, prompt_ids, is_first=True)
+                reply = await self._http.of_rollout(session).reply_to(
+                    body, prompt_ids, is_first=True
+                )
                 (choice,) = reply.completion["choices"]
                 message, finish_reason = choice["message"], choice["finish_reason"]
-                message = message | {"reasoning_content": message.get("reasoning")}
+                message |= {"reasoning_content": message.get("reasoning")}
                 sample = sample_of(prompt_ids, reply, request.policy_version)
                 rollout.generation_s = time.time() - begun_at
                 rollout.num_turns, rollout.is_truncated = 1, finish_reason == "length"
                 rollout.completion = text_of([message])
                 messages.append(message_of(message))
-                turn = {"message": len(prompt), "begin_s": 0.0, "end_s": rollout.generation_s}
-                turn |= {"num_prompt_tokens": len(prompt_ids), "finish_reason": finish_reason}
-                turn |= {"num_sampled_tokens": sample.num_loss_tokens}
-                turns.append(turn | {"policy_version": int(sample.policy_versions[-1])})
-                scoring = task.scores_of((message.get("content") or "").strip())
-                scores = rollout.metrics = await run_contained(scoring)
+                turns.append(
+                    {
+                        "message": len(prompt),
+                        "begin_s": 0.0,
+                        "end_s": rollout.generation_s,
+                        "num_prompt_tokens": len(prompt_ids),
+                        "num_sampled_tokens": sample.num_loss_tokens,
+                        "policy_version": int(sample.policy_versions[-1]),
+                        "finish_reason": finish_reason,
+                    }
+                )
+                scores = rollout.metrics = await run_contained(
+                    task.scores_of((message.get("content") or "").strip())
+                )
                 total = sum(scores[name] * weight for name, weight, *_ in task.rewards)
                 rollout.reward, rollout.samples = finite_reward(total), [sample]
         except Exception as error:  # whatever the reward function raises
@@ -195,9 +204,9 @@ def sample_of(prompt_ids: list[int], reply: ChatReply, policy_version: int) -> S
         np.append(np.full(num_before, -1), versions_of_tokens(spans, num)),
     )
     masks = [(num_before, None), (num, allowed_tokens(*reply.mask) if reply.mask else None)]
-    experts: list[tuple[int, Any]] = [(sample.num_tokens, None)]
-    if (rows := reply.experts) is not None:  # no step has computed the last token
-        experts = [(len(rows), rows), (sample.num_tokens - len(rows), None)]
+    rows = reply.experts  # no step has computed the last token
+    num_rows = 0 if rows is None else len(rows)
+    experts = [(num_rows, rows), (sample.num_tokens - num_rows, None)]
     for name, parts in ((ALLOWED_TOKENS, masks), (ROUTED_EXPERTS, experts)):
         if (column := join_column(parts)) is not None:
             sample.extras[name] = column
@@ -231,14 +240,18 @@ def env_from(
         InvalidEnvironmentError: there are no examples or no prompts, a parameter of a reward
             function names no column, or weights or names do not fit the functions.
     """
-    if system_prompt is not None and not isinstance(system_prompt, str):
+    if not isinstance(system_prompt, str | None):
         raise InvalidEnvironmentError(f"env_from: system_prompt={system_prompt!r} is no string")
     functions = reward_fn if isinstance(reward_fn, list | tuple) else [reward_fn]
     if not functions or not all(map(callable, functions)):
         raise InvalidEnvironmentError(f"env_from: reward_fn={reward_fn!r} is no function")
     names = [getattr(function, "__name__", repr(function)) for function in functions]
-    weights = weights or [1.0] * len(names)
-    if len(weights) != len(names):
+    numbers = np.array([1.0] * len(names) if weights is None else weights)
+    if (
+        numbers.shape != (len(names),)
+        or numbers.dtype.kind not in "iuf"
+        or not np.isfinite(numbers).all()
+    ):
         raise InvalidEnvironmentError(
             f"env_from: weights={weights}: must be as many numbers as reward functions, {names}"
         )
@@ -247,7 +260,7 @@ def env_from(
             f"env_from: the reward functions are named {names}; give each a name of its own, and "
             "none 'reward'"
         )
-    rewards = [*zip(names, weights, functions, strict=True)]
+    rewards = [*zip(names, numbers.tolist(), functions, strict=True)]
     taskset = ExampleTaskset(dataset, rewards, system_prompt, "dataset")
     if eval_dataset is not None:
         of_evaluation = ExampleTaskset(eval_dataset, rewards, system_prompt, "eval_dataset")

@@ -191,37 +191,39 @@ class ServerClient(AsyncOpenAI):
         """
         alike = {name: value for name, value in body.items() if name != "seed"}
         key = url, json.dumps(alike)
-        if (group := self._gathered.get(key)) is None:
-            asking = asyncio.create_task(self._ask_together(key, alike, headers))
-            group = self._gathered[key] = _Gathered(asking)
-        group.seeds.append(body.get("seed"))
-        reply: asyncio.Future[httpx.Response | None] = asyncio.Future()
-        group.replies.append(reply)
-        try:
-            async with self._rollout.watching(), asyncio.timeout(self._left_s):
+        async with self._rollout.watching(), asyncio.timeout(self._left_s):
+            if (group := self._gathered.get(key)) is None:
+                group = self._gathered[key] = _Gathered(
+                    asyncio.create_task(self._ask_together(key, alike, headers))
+                )
+            group.seeds.append(body.get("seed"))
+            group.replies.append(reply := asyncio.get_running_loop().create_future())
+            try:
                 return await reply
-        finally:
-            replies = group.replies
-            if all(one.done() for one in replies) and any(one.cancelled() for one in replies):
-                group.asking.cancel()  # so that the server gives up those that nobody waits for
+            finally:
+                replies = group.replies
+                if all(one.done() for one in replies) and any(one.cancelled() for one in replies):
+                    group.asking.cancel()  # so that the server gives up those nobody waits for
 
     async def _ask_together(
         self, key: tuple[str, str], alike: dict[str, Any], headers: dict[str, str]
     ) -> None:
         """Send the requests of a group as one, and give each its reply when that comes."""
         group = self._gathered[key]
-        timeout = aiohttp.ClientTimeout(None, sock_connect=CONNECT_S)  # each one has a deadline
-        request, unread = httpx.Request("POST", key[0]), bytearray()
+        unread = bytearray()
         try:
-            await asyncio.sleep(GATHER_S)
-        finally:
-            del self._gathered[key]
-        try:
+            try:
+                await asyncio.sleep(GATHER_S)
+            finally:
+                del self._gathered[key]
             if len(group.seeds) == 1:
                 return
-            data = json.dumps(alike | {SEEDS: group.seeds})
             async with self._session.post(
-                key[0], data=data, headers=headers, timeout=timeout, raise_for_status=True
+                key[0],
+                data=json.dumps(alike | {SEEDS: group.seeds}),
+                headers=headers,
+                timeout=aiohttp.ClientTimeout(None, sock_connect=CONNECT_S),  # each has a deadline
+                raise_for_status=True,
             ) as sent:
                 async for part in sent.content.iter_any():
                     unread += part
@@ -229,15 +231,13 @@ class ServerClient(AsyncOpenAI):
                         continue
                     *lines, unread = unread.split(b"\n")
                     for line in lines:
+                        if not line[:1].isdigit():
+                            continue  # a comment, by vLLM's --sse-keep-alive-interval
                         number, versions, content = line.split(b" ", 2)
-                        whole = httpx.Response(
-                            200,
-                            content=bytes(content),
-                            request=request,
-                            extensions={"policy_versions": _versions_of(versions.decode())},
-                        )
                         if not (reply := group.replies[int(number)]).done():
-                            reply.set_result(whole)
+                            reply.set_result(
+                                _response(key[0], 200, bytes(content), versions.decode())
+                            )
         except (aiohttp.ClientError, TimeoutError):
             pass  # each of them will meet it
         finally:
@@ -276,12 +276,7 @@ class ServerClient(AsyncOpenAI):
             self._session.post(url, data=data, headers=headers, timeout=timeout) as reply,
         ):
             content = await reply.read()
-        return httpx.Response(
-            reply.status,
-            content=content,
-            request=httpx.Request("POST", url),
-            extensions={"policy_versions": _versions_of(reply.headers.get(VERSIONS_HEADER))},
-        )
+        return _response(url, reply.status, content, reply.headers.get(VERSIONS_HEADER))
 
     async def close(self) -> None:
         await self._session.close()
@@ -296,9 +291,16 @@ def _kept_alive(address: tuple[Any, ...]) -> socket.socket:
     return sock
 
 
-def _versions_of(header: str | None) -> list[tuple[int, int]] | None:
-    """Return the (first token, policy version) pairs of a reply's header: "0:3,17:4" becomes
-    [(0, 3), (17, 4)].
+def _response(url: str, status: int, content: bytes, versions: str | None) -> httpx.Response:
+    """Return a reply, with the (first token, policy version) pairs of its header beside it:
+    "0:3,17:4" becomes [(0, 3), (17, 4)].
     """
-    spans = (span.split(":") for span in header.split(",")) if header else ()
-    return [(int(start), int(version)) for start, version in spans] or None
+    spans = (span.split(":") for span in versions.split(",")) if versions else ()
+    return httpx.Response(
+        status,
+        content=content,
+        request=httpx.Request("POST", url),
+        extensions={
+            "policy_versions": [(int(start), int(version)) for start, version in spans] or None
+        },
+    )

@@ -46,6 +46,8 @@ async def _contained(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 def _raise_contained(error: BaseException) -> Never:
+    if not asyncio._get_running_loop():  # it has ended, and the coroutine is thrown away
+        raise error
     task: Any = asyncio.current_task()
     if isinstance(error, asyncio.CancelledError) and task.cancelling():
         raise error

@@ -32,13 +32,14 @@ def digest_of(bucket: Any) -> bytes:
 
 def sum_of(buffer: Tensor) -> Tensor:
     """Return the checksum of a bucket that goes from GPU to GPU, which a GPU makes as fast as it
-    reads memory: the sum of the bucket's words of 16 bits, (SUM_BYTES,) uint8.
+    reads memory: the sum of the bucket's words of 16 bits, (SUM_BYTES,) uint8, with all its bits
+    inverted, because memory that nobody has written is often zero.
 
     Args:
         buffer: (bytes + SUM_BYTES,) uint8: the bucket, and the place of its checksum.
     """
     words = buffer[:-SUM_BYTES].view(torch.int16)
-    return words.sum(0, keepdim=True, dtype=torch.int64).view(torch.uint8)
+    return ~words.sum(0, keepdim=True, dtype=torch.int64).view(torch.uint8)
 
 
 class Bucket(NamedTuple):
