@@ -29,12 +29,7 @@ from verifiers_rl.cli.config import (
     parse_command_line,
 )
 from verifiers_rl.cli.errors import fail, files_error
-from verifiers_rl.cli.plan import (
-    check_trainer_options,
-    plan_servers,
-    split_gpus,
-    started_servers,
-)
+from verifiers_rl.cli.plan import check_trainer_options, plan_servers, split_gpus, started_servers
 from verifiers_rl.cli.supervise import LOGS, ThisMachine, supervise
 from verifiers_rl.config import SAMPLING_OF_ONE_ENV, RLConfig, default_options
 from verifiers_rl.data import ENDLESS, describe_error
