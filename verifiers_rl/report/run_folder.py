@@ -29,7 +29,6 @@ ADAPTER = "adapter_config.json"
 CARD = "README.md"
 # Marks a README.md that this library wrote. A README.md without it is somebody's own.
 CARD_MARK = "<!-- Written by verifiers_rl at the end of a run. -->"
-_CHECKPOINT = re.compile(r"checkpoint-\d+")
 STATE = "trainer_state.json"  # in a checkpoint: Trainer's own
 RL_STATE = "rl_state.json"  # in a checkpoint: what our own parts need to continue
 # In a checkpoint, written last: size and SHA-256 of each other file.
@@ -79,12 +78,8 @@ def checkpoints_of(folder: Path) -> list[Path]:
     """Return the checkpoints of a run, from the first step on. Each got its name when it was whole,
     see checkpoints.py.
     """
-    found = (path for path in folder.glob("checkpoint-*") if _CHECKPOINT.fullmatch(path.name))
-    return sorted(filter(Path.is_dir, found), key=_number_of)
-
-
-def _number_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("checkpoint-"))
+    found = {path.name.removeprefix("checkpoint-"): path for path in folder.glob("checkpoint-*")}
+    return [found[n] for n in sorted(filter(str.isdecimal, found), key=int) if found[n].is_dir()]
 
 
 def holds_a_run(output_dir: str | Path) -> bool:
@@ -210,7 +205,7 @@ def _set_later_aside(checkpoint: Path) -> None:
     such a checkpoint if it is killed.
     """
     for later in checkpoints_of(checkpoint.parent):
-        if _number_of(later) > _step_of(checkpoint):
+        if int(later.name.removeprefix("checkpoint-")) > _step_of(checkpoint):
             target = later.with_name(ABANDONED) / later.name
             target.parent.mkdir(exist_ok=True)
             shutil.rmtree(target, ignore_errors=True)
