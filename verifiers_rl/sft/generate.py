@@ -110,12 +110,7 @@ def main(argv: list[str]) -> int:
             thread.run(_write(options, args.max_concurrent, players)).result()
         finally:
             thread.stop(partial(asyncio.sleep, 0))
-    except (
-        GenerationError,
-        InferenceServerError,
-        InvalidEnvironmentError,
-        WritingError,
-    ) as error:
+    except (GenerationError, InferenceServerError, InvalidEnvironmentError, WritingError) as error:
         fail(error, "vf-rl generate")
     except KeyboardInterrupt:
         print("\nvf-rl generate: interrupted; rows that were written stay", file=sys.stderr)
