@@ -134,7 +134,7 @@ def test_an_error_of_a_module_itself_is_raised_as_it_is(run, tmp_path, monkeypat
     module = f"wrong_{tmp_path.name}"
     path = tmp_path / "files" / "code" / f"{module}.py"
     path.write_text("raise ValueError('from the module')\n")
-    with pytest.raises(ValueError, match="^from the module$"):
+    with pytest.raises(ValueError, match=r"^from the module$"):
         run(*FILES, "--trainer.args.loss", f"{module}:a")
 
 
