@@ -243,9 +243,9 @@ def supervise(config: RunConfig, plans: Sequence[ServerPlan], launcher: Launcher
         signals.append(number)
         raise Interrupted(number)
 
-    handle_signals(on_signal)
     timeout_s = config.option("vllm_server_timeout")
     servers, trainers, signals = list[Supervised](), list[Child](), list[int]()
+    handle_signals(on_signal)
     deadline, grace_s = math.inf, SAVE_GRACE_S
     try:
         launcher.open()
