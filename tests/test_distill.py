@@ -128,6 +128,11 @@ def other_token(reply):
     return reply
 
 
+def plain_numbers(reply):
+    reply["choices"][0]["prompt_logprobs"][1] = {"3": -0.5}
+    return reply
+
+
 @pytest.mark.parametrize(
     "change, problem",
     [
@@ -137,6 +142,7 @@ def other_token(reply):
         (set_logprob(None), "the logprob of token 3 at position 1 is missing"),
         (set_logprob(-9999.0), r"the logprob of token 3 at position 1 is -9999"),
         (lambda reply: {"choices": [{}]}, "the reply has no prompt_logprobs"),
+        (plain_numbers, "does not answer as vLLM does: .*; is it a vLLM server"),
     ],
 )
 def test_a_wrong_reply_is_an_error_and_never_a_number(change, problem):

@@ -92,11 +92,12 @@ def test_a_checkpoint_that_is_none_is_refused(tmp_path):
     write_metrics(folder, 1)
     with pytest.raises(RunFolderError, match=r"run' holds no check.*or anew with --overw"):
         prepare(folder, resume=True)
-    with pytest.raises(RunFolderError, match=r"t-20': no such folder.*run' is none"):
+    with pytest.raises(RunFolderError, match=r"t-20': no checkpoint is.*run' is none"):
         prepare(folder, resume=str(folder / "checkpoint-20"))
     five = save(folder, 5)
-    with pytest.raises(RunFolderError, match=rf"t-7': no such folder; the newest .* is {five}"):
-        prepare(folder, resume=str(folder / "checkpoint-7"))
+    for other in (folder / "checkpoint-7", folder):  # the run's own folder is none either
+        with pytest.raises(RunFolderError, match=rf"{other}': no .*; the newest .* is {five}"):
+            prepare(folder, resume=str(other))
     (five / "trainer_state.json").write_text("{")
     with pytest.raises(RunFolderError, match=r"checkpoint-5 is damaged: trainer_state.json has 1"):
         prepare(folder, resume=True)
@@ -186,6 +187,6 @@ def test_all_ranks_resume_from_what_rank_0_has_found(monkeypatch, tmp_path):
     sent.clear()
     assert enter(0, "checkpoint-5") == enter(1, "checkpoint-5") == str(tmp_path / "checkpoint-5")
     sent.clear()
-    with pytest.raises(RunFolderError, match="no such folder"):
+    with pytest.raises(RunFolderError, match="no checkpoint is there"):
         enter(0, "checkpoint-7")
     assert sent == [None]  # the others are told

@@ -212,3 +212,19 @@ def test_a_lost_teacher_ends_the_run(run, capsys):
     launcher = Launcher([Played("t")], teacher=[Played("teacher", 1, polls=4, lost=True)])
     assert run(launcher, TEACHER) == 1
     assert "teacher-big ended with status 1 and is not started again" in capsys.readouterr().err
+
+
+def test_a_signal_ends_the_run_also_where_ray_raises_an_interrupt_of_its_own(run, capsys):
+    class Waiting(Played):
+        def wait(self, seconds):
+            try:
+                if not self.signals:
+                    signal.raise_signal(signal.SIGTERM)
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt from None  # what Ray's code makes of it
+            return super().wait(seconds)
+
+    trainer, server = Waiting("trainer"), Played("inference")
+    assert run(Launcher([trainer], inference=[server])) == 128 + signal.SIGTERM
+    assert "vf-rl: interrupted by SIGTERM: ending the run" in capsys.readouterr().out
+    assert signal.SIGTERM in trainer.signals and signal.SIGTERM in server.signals

@@ -10,6 +10,7 @@ from typing import Any
 
 from verifiers_rl.cli.config import STARTS, TrainConfig, make_importable
 from verifiers_rl.cli.layers import COMMAND_LINE
+from verifiers_rl.option_rules import ConfigError
 from verifiers_rl.process.secret_names import is_secret_key
 from verifiers_rl.report.run_folder import RESOLVED
 
@@ -107,7 +108,7 @@ def dry_run(config: TrainConfig) -> int:
     make_importable(config.folders)
     try:
         args.complete_loss(None), args.make_advantage()
-    except ValueError as error:
+    except ConfigError as error:
         raise config.of_option(str(error)) from error
     check_start(config, args)
     print(resolved_text(config, args.output_dir), end="", flush=True)

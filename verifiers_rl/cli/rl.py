@@ -134,8 +134,9 @@ def run_anywhere(config: RunConfig, session: str | None = None) -> int:
     check_start(config, args)
     plans = plan_run(config)
     folder = Path(args.output_dir).absolute()
-    trainer = lambda: trainer_command(config, words_of(config))  # noqa: E731
-    here = ThisMachine(config, plans, folder / LOGS, trainer)
+    here = ThisMachine(
+        config, plans, folder / LOGS, lambda: trainer_command(config, words_of(config))
+    )
     if session is not None:
         here.close()  # the vf-rl in the session has its own
         return run_in_tmux(config, session, folder, plans)
@@ -194,9 +195,12 @@ def problem_of(metrics: Path) -> str | None:
     from verifiers_rl.report.metrics import FIRST_MISMATCH_KL
 
     rows = [row for row in read_metrics(metrics) if "mismatch_kl" in row]
-    names = ("reward", "mismatch_kl", "sync_s", "step_s")
     for row in rows:
-        shown = (f"{name} {row[name]:.3g}" for name in names if row.get(name) is not None)
+        shown = (
+            f"{name} {row[name]:.3g}"
+            for name in ("reward", "mismatch_kl", "sync_s", "step_s")
+            if row.get(name) is not None
+        )
         print(f"vf-rl: step {row['step']:g}: {', '.join(shown)}", flush=True)
     bound = FIRST_MISMATCH_KL
     # None: it was not finite.

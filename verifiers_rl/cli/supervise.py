@@ -32,11 +32,7 @@ from verifiers_rl.cli.layers import MISSING, find
 from verifiers_rl.cli.plan import Address, ServerPlan, assign_gpus, host_and_port, trainer_env
 from verifiers_rl.data import printable
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
-from verifiers_rl.inference.port import (
-    RESERVED_VARIABLE,
-    PortError,
-    reserve_port,
-)
+from verifiers_rl.inference.port import RESERVED_VARIABLE, PortError, reserve_port
 from verifiers_rl.process.interrupts import Interrupted, handle_signals
 
 BACKOFF_S = 1.0  # before the first restart, doubled before each further one
@@ -244,12 +240,12 @@ def supervise(config: RunConfig, plans: Sequence[ServerPlan], launcher: Launcher
     """
 
     def on_signal(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
         raise Interrupted(number)
 
-    handle_signals(on_signal)
     timeout_s = config.option("vllm_server_timeout")
-    servers: list[Supervised] = []
-    trainers: list[Child] = []
+    servers, trainers, signals = list[Supervised](), list[Child](), list[int]()
+    handle_signals(on_signal)
     deadline, grace_s = math.inf, SAVE_GRACE_S
     try:
         launcher.open()
@@ -289,13 +285,13 @@ def supervise(config: RunConfig, plans: Sequence[ServerPlan], launcher: Launcher
     except (ChildError, TomlError) as error:
         print(f"vf-rl: error: {error}", file=sys.stderr)
         return 1
-    except Interrupted as stopped:
+    except KeyboardInterrupt:  # Ray, while it waits, raises one without a number in place of ours
         print(
-            f"\nvf-rl: {stopped}: ending the run, which saves what it has (up to "
+            f"\nvf-rl: {Interrupted(signals[0])}: ending the run, which saves what it has (up to "
             f"{SAVE_GRACE_S:g} s), and the servers; Ctrl-C ends all at once",
             flush=True,
         )
-        return 128 + stopped.number
+        return 128 + signals[0]
     finally:
         others = [server.child for server in servers]
 

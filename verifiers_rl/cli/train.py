@@ -61,12 +61,7 @@ def is_first_rank() -> bool:
 
 
 def train(name: str = "vf-train", kind: type[TrainConfig] = RunConfig) -> None:
-    from verifiers_rl.cli.plan import (
-        check_start,
-        launcher_env,
-        options_of_servers,
-        trainer_command,
-    )
+    from verifiers_rl.cli.plan import check_start, launcher_env, options_of_servers, trainer_command
     from verifiers_rl.cli.resolved import dry_run, write_resolved
     from verifiers_rl.report.run_folder import RunFolderError, WritingError
 

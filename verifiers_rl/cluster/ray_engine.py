@@ -40,11 +40,7 @@ from verifiers_rl.cli.plan import (
 )
 from verifiers_rl.cli.resolved import LEFT_OUT, resolved
 from verifiers_rl.cli.supervise import answers, supervise
-from verifiers_rl.inference.client import (
-    TOKEN_VARIABLE,
-    InferenceClient,
-    InferenceServerError,
-)
+from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
 from verifiers_rl.process.waiting import wait_until
 
 OUTPUT_S = 1.0  # so long Ray takes to bring the last lines of a process here

@@ -12,14 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from verifiers_rl.cli.config import (
-    LEARNING,
-    RunConfig,
-    Table,
-    read_table,
-    refuse_flags,
-    wrong,
-)
+from verifiers_rl.cli.config import LEARNING, RunConfig, Table, read_table, refuse_flags, wrong
 from verifiers_rl.cli.layers import Data, is_tables, nearest_hint
 from verifiers_rl.cli.plan import started_servers
 from verifiers_rl.distill.scoring import Distillation

@@ -192,7 +192,7 @@ class TeacherClient:
             reply = await self._request("POST", "/v1/completions", body)
         try:
             return await asyncio.to_thread(logprobs_of, reply, ids)
-        except ValueError as error:
+        except (AttributeError, ValueError) as error:
             raise TeacherError(
                 f"{self._what} does not answer as vLLM does: {error}; is it a vLLM server of "
                 f"{self.teacher.model!r}?"

@@ -29,31 +29,27 @@ ADAPTER = "adapter_config.json"
 CARD = "README.md"
 # Marks a README.md that this library wrote. A README.md without it is somebody's own.
 CARD_MARK = "<!-- Written by verifiers_rl at the end of a run. -->"
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 STATE = "trainer_state.json"  # in a checkpoint: Trainer's own
 RL_STATE = "rl_state.json"  # in a checkpoint: what our own parts need to continue
 # In a checkpoint, written last: size and SHA-256 of each other file.
 MANIFEST = "manifest.json"
 _LARGE = 2**28  # bytes of a file that is read only once, when the run begins
-UNFINISHED = (
-    "_unfinished"  # a folder that is written now; it has no use after the process has ended
-)
+# A folder that is written now. It has no use after the process has ended.
+UNFINISHED = "_unfinished"
 ABANDONED = "_abandoned"  # a folder for checkpoints behind one that a run went back to
 MERGED = "merged"  # the final model with its adapter merged in
 _MODEL = (
     *(ADAPTER, "adapter_model*.safetensors", "adapter_model.bin"),
     *("model*.safetensors", "pytorch_model*.bin"),
 )
-# Files beside the model that a run saves at its end. A base model has the same files, so they are
-# removed only if our README.md says that a run saved this model.
-_BESIDE_MODEL = (
+# The final model and the files beside it. A base model has the same files, so they are removed only
+# if our README.md says that a run saved this model.
+MODEL_FILES = (
+    *_MODEL,
     *("*.safetensors.index.json", "*.bin.index.json", "config.json", "generation_config.json"),
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "training_args.bin"),
 )
-
-
-MODEL_FILES = (*_MODEL, *_BESIDE_MODEL)
 
 
 class RunFolderError(ValueError):
@@ -82,8 +78,8 @@ def checkpoints_of(folder: Path) -> list[Path]:
     """Return the checkpoints of a run, from the first step on. Each got its name when it was whole,
     see checkpoints.py.
     """
-    matches = [(_CHECKPOINT.fullmatch(path.name), path) for path in folder.glob("checkpoint-*")]
-    return [path for _, path in sorted((int(m[1]), p) for m, p in matches if m and p.is_dir())]
+    found = {path.name.removeprefix("checkpoint-"): path for path in folder.glob("checkpoint-*")}
+    return [found[n] for n in sorted(filter(str.isdecimal, found), key=int) if found[n].is_dir()]
 
 
 def holds_a_run(output_dir: str | Path) -> bool:
@@ -159,10 +155,10 @@ def _checkpoint_to_resume(folder: Path, resume: bool | str) -> Path:
         return newest
     checkpoint = Path(resume).expanduser()
     for path in (checkpoint, folder / checkpoint):
-        if path.is_dir():
+        if (path / STATE).is_file():
             return path
     raise RunFolderError(
-        f"cannot resume from {str(checkpoint)!r}: no such folder; the newest checkpoint in "
+        f"cannot resume from {str(checkpoint)!r}: no checkpoint is there; the newest one in "
         f"output_dir={str(folder)!r} is {newest or 'none'}"
     )
 

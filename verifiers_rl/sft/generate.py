@@ -29,12 +29,7 @@ from verifiers_rl.cli.config import (
     parse_command_line,
 )
 from verifiers_rl.cli.errors import fail, files_error
-from verifiers_rl.cli.plan import (
-    check_trainer_options,
-    plan_servers,
-    split_gpus,
-    started_servers,
-)
+from verifiers_rl.cli.plan import check_trainer_options, plan_servers, split_gpus, started_servers
 from verifiers_rl.cli.supervise import LOGS, ThisMachine, supervise
 from verifiers_rl.config import SAMPLING_OF_ONE_ENV, RLConfig, default_options
 from verifiers_rl.data import ENDLESS, describe_error
@@ -115,12 +110,7 @@ def main(argv: list[str]) -> int:
             thread.run(_write(options, args.max_concurrent, players)).result()
         finally:
             thread.stop(partial(asyncio.sleep, 0))
-    except (
-        GenerationError,
-        InferenceServerError,
-        InvalidEnvironmentError,
-        WritingError,
-    ) as error:
+    except (GenerationError, InferenceServerError, InvalidEnvironmentError, WritingError) as error:
         fail(error, "vf-rl generate")
     except KeyboardInterrupt:
         print("\nvf-rl generate: interrupted; rows that were written stay", file=sys.stderr)
