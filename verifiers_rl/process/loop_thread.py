@@ -39,10 +39,9 @@ def contain_tasks(loop: asyncio.AbstractEventLoop) -> None:
 async def _contained(coroutine: Coroutine[Any, Any, Any]) -> Any:
     try:
         return await coroutine
+    except Exception:
+        raise
     except BaseException as error:
-        # Without a loop, a task is closed that its loop has left behind.
-        if isinstance(error, Exception) or not asyncio._get_running_loop():
-            raise
         _raise_contained(error)
 
 
