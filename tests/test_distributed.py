@@ -17,7 +17,7 @@ from verifiers_rl.distributed import (
     scatter_samples,
 )
 from verifiers_rl.packing import plan_microbatches
-from verifiers_rl.report.metrics import TokenValues
+from verifiers_rl.report.metrics import TOKEN_VALUES, TokenValues
 from verifiers_rl.types import Batch, Rollout
 
 connect_hosts(RLConfig(use_cpu=True))
@@ -72,9 +72,12 @@ for i in range(rank, 8, 2):  # no rank computes the last one
     values.add([i] * bool(num), inputs, masked)
 values.collect(2)
 if rank == 0:
-    assert [id(samples[i]) for i in (1, 2, 4, 5, 7, 8)] == [*values.of_samples]
-    for i in (1, 2, 4, 5, 7, 8):
-        found = values.of_samples[id(samples[i])][:, samples[i].loss_mask]
+    have = [i for i in range(9) if TOKEN_VALUES[0] in samples[i].extras]
+    assert have == [1, 2, 4, 5, 7, 8]
+    for i in have:
+        whole = np.stack([samples[i].extras[name] for name in TOKEN_VALUES])
+        assert np.isnan(whole[:, ~samples[i].loss_mask]).all()
+        found = whole[:, samples[i].loss_mask]
         num = samples[i].num_loss_tokens
         expected = np.stack([np.arange(num) + 100 * i, -np.arange(num) - 100 * i,
                              np.arange(num) == 0])

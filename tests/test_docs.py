@@ -372,6 +372,7 @@ def check_command(words, page):
         program = Path(sys.executable).parent / program
         run_python(program, *rest, "--dry-run", folder=".", PYTHONPATH=str(EXAMPLE))
     elif program.startswith("vf-"):
+        tables = {field.alias or name for name, field in RunConfig.model_fields.items()}
         for option in options:
             key = option[2:].replace("-", "_")
             if key.startswith("trainer.args."):
@@ -379,7 +380,7 @@ def check_command(words, page):
                 assert key.rpartition(".")[2] in {f.name for f in fields(kind)}, words
             elif program == "vf-sft" and key.startswith("data."):
                 assert key[5:] in DataTable.model_fields, words
-            elif key.partition(".")[0] in (*flat.COMMON, *flat.OURS) or key in flat.MOVED:
+            elif key.partition(".")[0] in tables or key in flat.MOVED:
                 assert "." in key or key == "model" or key in flat.MOVED, words
             else:
                 said = help_of(program, *(word for word in rest[:1] if word in COMMANDS))
