@@ -85,7 +85,6 @@ def all_checks(folder: Path) -> list[Check]:
     groups = ["--groups", "2", "--prompt", "512", "--reply", "256"]
     mfu = r"^model FLOPs utilisation of ours: (.*)"
     flex = [PYTHON, "-m", "pytest", "-q", "-rs", "-k", "sequence_in_a_pack and flex"]
-    v2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
     return [
         # As people have it: one GPU, LoRA, CUDA graphs, asynchronous scheduling.
         Check("demo: server and trainer on one GPU, adapter over HTTP, CUDA graphs",
@@ -101,8 +100,6 @@ def all_checks(folder: Path) -> list[Check]:
         Check("train_step.py, Qwen3-4B, LoRA, 16k tokens: MFU", [*ours, *large], 150, 1, mfu),
         Check("train_step.py, Qwen3-4B, LoRA, prompts shared by 16: MFU",
               [*ours, *large, *groups], 150, 1, mfu),
-        Check("demo: model runner V2 with CUDA graphs, all weights, on one GPU",
-              [*full, *shared, "--graphs"], 200, env=v2),
         Check("demo: a GPU each, adapter over NCCL", [*demo, "--backend", "nccl"], 200, 2),
         Check("demo: all weights over NCCL", [*full, "--backend", "nccl"], 150, 2),
         Check("demo: a server over 2 GPUs (TP 2), trainer on the CPU, all weights",
