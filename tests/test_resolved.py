@@ -129,15 +129,6 @@ def test_a_dry_run_imports_what_the_options_name(run, tmp_path, monkeypatch, key
         assert status == 0 and "nothing was started" in said
 
 
-def test_an_error_of_a_module_itself_is_raised_as_it_is(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.path", [*sys.path])
-    module = f"wrong_{tmp_path.name}"
-    path = tmp_path / "files" / "code" / f"{module}.py"
-    path.write_text("raise ValueError('from the module')\n")
-    with pytest.raises(ValueError, match=r"^from the module$"):
-        run(*FILES, "--trainer.args.loss", f"{module}:a")
-
-
 def test_paths_that_are_relative_to_where_the_run_starts_are_absolute_in_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
