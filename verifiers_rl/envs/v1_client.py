@@ -164,8 +164,9 @@ class TokenClient(vf.Client):
             if room < 1:
                 tokens = f"{len(prompt_ids)} tokens fill max_seq_len={max_seq_len}"
                 raise openai.OpenAIError(f"maximum context length: {tokens}")
-            http = self._http.of_rollout(episode._session)
-            reply = await http.reply_to(request, prompt_ids, is_first=not turn.prefix_node_ids)
+            reply = await self._http.of_rollout(episode._session).reply_to(
+                request, prompt_ids, is_first=not turn.prefix_node_ids
+            )
         except openai.OpenAIError as error:
             status = getattr(error, "status_code", 503)
             if CONTEXT in str(error):
