@@ -10,6 +10,7 @@ import time
 from contextlib import suppress
 
 SERVER_PID = "VERIFIERS_RL_SERVER_PID"  # of the vf-vllm that started this process
+_ends_with_server: int | None = None  # the process that does; a forked one must begin anew
 
 
 def set_up() -> None:
@@ -29,9 +30,11 @@ def end_with_server() -> None:
     """
     import psutil  # type: ignore[import-untyped]
 
+    global _ends_with_server
     pid = int(os.environ[SERVER_PID])
-    if pid == os.getpid():
+    if os.getpid() in (pid, _ends_with_server):
         return
+    _ends_with_server = os.getpid()
     family: list[psutil.Process] = []
     try:
         end = os.pidfd_open(pid)  # psutil would wait until the server's parent has reaped it, too

@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 from verifiers_rl.inference.checkpoint import fit_to_checkpoint, model_error
 from verifiers_rl.inference.client import LOOPBACK, TOKEN_VARIABLE, keep_alive, save_token
 from verifiers_rl.inference.generation import NUM_TIES
-from verifiers_rl.inference.plugin import SERVER_PID
+from verifiers_rl.inference.plugin import SERVER_PID, end_with_server
 from verifiers_rl.inference.port import PortError, reserve_port
 from verifiers_rl.process.limits import raise_open_files
 from verifiers_rl.types import MAX_MASK
@@ -48,6 +48,11 @@ OTHER_PROCESSES = (
 NUM_CONNECTIONS = 8192  # at a time, if the system allows it: one for each rollout in flight
 END_DEADLINE_S = 30.0
 MAX_SOCKET_FOLDER = 70  # bytes: the path of a socket has 107, and its name 37 of these
+
+# A process that vf-vllm spawned imports this module first. vLLM's engine loads its plugins later:
+# it first waits minutes for its server, which may have ended.
+if SERVER_PID in os.environ:
+    end_with_server()
 
 
 def server_cores(cores: list[int], num_workers: int = 1) -> str:
