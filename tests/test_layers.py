@@ -137,48 +137,33 @@ load_best_model_at_end = true
 """
 
 
-@pytest.mark.parametrize(
-    ("text", "word", "gone"),
-    [
-        (EVALUATES, "eval_strategy no", {"eval_steps", "eval_on_start", "load_best_model_at_end"}),
-        (EVALUATES, "save_strategy no", {"load_best_model_at_end"}),
-        ("kl_beta = 0.1\nkl_target = 0.2\n", "kl_beta 0", {"kl_target"}),
-        ('save_final = "merged"\n', "use_lora false", {"save_final"}),
-        ("vllm_server_port = 8001\n", 'vllm_servers ["h:1"]', {"vllm_server_port"}),
-    ],
-)
-def test_what_a_later_layer_switches_off_takes_its_dependents_along(compose, text, word, gone):
-    config = compose(BASE + text, words=f"--trainer.args.{word}")
+def test_evaluations_that_a_later_layer_switches_off_take_their_options_along(compose):
+    config = compose(BASE + EVALUATES, words="--trainer.args.eval_strategy no")
     check_trainer_args(config)
     config.make_args(use_cpu=True)  # nothing is refused
+    gone = {"eval_steps", "eval_on_start", "load_best_model_at_end"}
     assert not gone & config.trainer.args.keys()
     assert {"max_steps", "loss_args"} <= config.trainer.args.keys()
+    words = "--trainer.args.eval_strategy no --trainer.args.eval_strategy steps"
+    assert compose(BASE + EVALUATES, words=words).trainer.args["eval_steps"] == 5
 
 
 @pytest.mark.parametrize(
     ("texts", "where"),
     [
-        (["kl_beta = 0.0\nkl_target = 0.2\n"], "/0/"),
-        (["kl_beta = 0.0\n", "kl_target = 0.2\n"], "/1/"),
+        (['eval_strategy = "no"\neval_steps = -1\n'], "/0/"),
+        (['eval_strategy = "no"\n', "eval_steps = -1\n"], "/1/"),
     ],
 )
 def test_what_the_same_layer_or_a_later_one_has_is_meant_and_refused(compose, texts, where):
     first, *later = texts
     config = compose(BASE + first, *(f"[trainer.args]\n{text}" for text in later))
-    with pytest.raises(TomlError, match=rf"{where}config\.toml: .* kl_target=0\.2: with"):
+    with pytest.raises(TomlError, match=rf"{where}config\.toml: .* eval_steps=-1"):
         config.make_args(use_cpu=True)
 
 
-def test_no_gpus_and_servers_that_run_already_take_along_what_needs_the_others(
-    compose, monkeypatch
-):
+def test_servers_that_run_already_can_be_left_out_again(compose, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    text = BASE + 'fsdp = "full_shard"\n[trainer]\ngpus = 4\n'
-    assert "fsdp" not in compose(text, words="--trainer.gpus 0").trainer.args
-    assert compose(text, words="--trainer.gpus 2").trainer.args["fsdp"] == "full_shard"
-    config = compose(BASE, words='--trainer.args.vllm_servers ["h:1"]')
-    assert config.inference.gpus == 0 and config.inference.args == {}
-    # And the servers can be left out again.
     text = BASE + 'vllm_servers = ["localhost:8000"]\n'
     config = compose(text, words="--trainer.args.vllm_servers none")
     assert config.inference.gpus == 1 and not config.trainer.args["vllm_servers"]

@@ -597,49 +597,32 @@ def load_run_config(
     paths = [Path(os.path.abspath(path.expanduser())) for path in given]
     settings = [one for path in paths for one in flat.settings_of(read_file(path), str(path))]
     settings += [one for pair in overrides for one in flat.settings_of_word(*pair)]
-    settings = without_dependents(settings)
+    settings = without_evaluations(settings)
     words = [word for path in paths for word in ("@", str(path))]
     words += [f"--{key}={text}" for key, text in overrides]
     return read_layers(Layers(paths, words, settings), kind, checks_model, options)
 
 
-# A key, and those that are refused or have no effect without it: where it is "no", false or 0, and
-# beside vllm_servers, which run already.
-_SERVERS = "trainer.args.vllm_servers"
-_DEPENDENTS = {
-    "trainer.args.eval_strategy": (
-        *("trainer.args.eval_steps", "trainer.args.eval_on_start"),
-        *("trainer.args.load_best_model_at_end", "trainer.args.metric_for_best_model"),
-        *("data.eval", "data.eval_split"),
-    ),
-    "trainer.args.save_strategy": ("trainer.args.load_best_model_at_end",),
-    "trainer.args.use_lora": ("trainer.args.save_final",),
-    "trainer.args.kl_beta": ("trainer.args.kl_target",),
-    "trainer.gpus": ("trainer.args.fsdp", "trainer.args.fsdp_config", "trainer.args.deepspeed"),
-    _SERVERS: (
-        *("inference", "cluster.inference_nodes"),
-        *("trainer.args.vllm_server_host", "trainer.args.vllm_server_port"),
-    ),
+# What is refused where there are no evaluations.
+_OF_EVALUATIONS = {
+    *("trainer.args.eval_steps", "trainer.args.eval_on_start", "data.eval", "data.eval_split"),
+    *("trainer.args.load_best_model_at_end", "trainer.args.metric_for_best_model"),
 }
 
 
-def without_dependents(settings: list[Setting]) -> list[Setting]:
-    """Return the settings without those that a later layer has made useless: what switches a key
-    off takes along the keys of earlier layers that depend on it. Within a layer both are an error.
+def without_evaluations(settings: list[Setting]) -> list[Setting]:
+    """Return the settings without what earlier layers say of evaluations, if a later layer has
+    switched them off by eval_strategy = "no". Within a layer both are an error.
     """
-    for key, dependents in _DEPENDENTS.items():
-        last = next((one for one in reversed(settings) if ".".join(one.key) == key), None)
-        if last is None or not (last.value if key == _SERVERS else last.value in ("no", 0)):
-            continue
-        at, parts = settings.index(last), tuple(f"{part}." for part in dependents)
-        settings = [
-            one
-            for number, one in enumerate(settings)
-            if number > at
-            or one.source == last.source
-            or not f"{'.'.join(one.key)}.".startswith(parts)
-        ]
-    return settings
+    keys = [".".join(one.key) for one in settings]
+    at = max((n for n, key in enumerate(keys) if key == "trainer.args.eval_strategy"), default=None)
+    if at is None or settings[at].value != "no":
+        return settings
+    return [
+        one
+        for number, one in enumerate(settings)
+        if number > at or one.source == settings[at].source or keys[number] not in _OF_EVALUATIONS
+    ]
 
 
 def read_layers(
