@@ -13,11 +13,12 @@ from __future__ import annotations
 import ast
 import importlib
 import logging
+import math
 import os
 import pickle
 import pickletools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,9 +26,18 @@ from typing import Any, Protocol
 import numpy as np
 from pydantic import ValidationError
 
+from verifiers_rl.envs.records import versions_of_reply
+from verifiers_rl.inference import allowed_tokens
 from verifiers_rl.option_rules import PositiveInt, PositiveNumber, checkers, problem_of
 from verifiers_rl.requests import EnvRunner
-from verifiers_rl.types import LARGEST_REWARD, Split
+from verifiers_rl.types import (
+    ALLOWED_TOKENS,
+    LARGEST_REWARD,
+    ROUTED_EXPERTS,
+    Sample,
+    Split,
+    join_column,
+)
 
 logger = logging.getLogger(__name__)
 # For errors. A classic environment gets the last verifiers that has those, and what works with it.
@@ -135,6 +145,61 @@ def versions_of_tokens(spans: Sequence[tuple[int, int]], num_tokens: int) -> np.
     starts, versions = np.array(spans, np.int32).reshape(-1, 2).T
     ends = np.minimum(np.append(starts[1:], num_tokens), num_tokens)
     return np.repeat(versions, np.diff(ends, prepend=0))
+
+
+def samples_from_turns(
+    turns: Iterable[tuple[list[int], list[int], list[float], Any]],
+    policy_version: int,
+    mask_env_responses: bool = True,
+) -> list[Sample]:
+    """Merge the turns of one rollout into as few samples as stay token-exact.
+
+    If the prompt of a turn begins with all tokens so far, the turn continues the sample, and the
+    tokens that the environment added between are appended without loss. Otherwise (a template that
+    drops thinking, a compaction) the turn starts a new sample. So every sampled token is in exactly
+    one sample, after exactly the tokens that were its context when it was sampled.
+
+    Args:
+        turns: of each, the tokens of its prompt, those that were sampled and their logprobs, and
+            the `ChatReply`, which may have more tokens.
+        policy_version: version for replies that say none.
+        mask_env_responses: leave tokens that the environment put between turns out of the loss.
+
+    Raises:
+        ValueError: the numbers of a turn's tokens and logprobs differ, or a logprob is no number.
+    """
+    chains: list[Any] = []  # for each sample, a list for each of its columns
+    so_far: list[int] = []
+    for turn, (prompt, sampled, new_logprobs, reply) in enumerate(turns):
+        num = len(sampled)
+        if num != len(new_logprobs):
+            raise ValueError(f"turn {turn}: {num} tokens but {len(new_logprobs)} logprobs")
+        check_logprobs(new_logprobs)
+        is_first = not chains or prompt[: len(so_far)] != so_far
+        if is_first:
+            chains.append([[] for _ in range(6)])
+        token_ids, in_loss, logprobs, versions, masks, experts = chains[-1]
+        num_added = len(prompt) - len(token_ids)
+        trains_added = not (is_first or mask_env_responses)
+        token_ids[:] = so_far = [*prompt, *sampled]
+        in_loss += [trains_added] * num_added + [True] * num
+        # NaN: no policy sampled these. The trainer's logprob is used, so ratio 1.
+        logprobs += [math.nan if trains_added else 0.0] * num_added + list(new_logprobs)
+        spans = versions_of_reply(reply, policy_version)
+        versions += [-1] * num_added + versions_of_tokens(spans, num).tolist()
+        allowed = allowed_tokens(*reply.mask)[:num] if reply.mask else None
+        masks += [(num_added, None), (num, allowed)]
+        if reply.experts is not None:  # of the tokens before, too: the first time sampled them
+            own = reply.experts[sum(num for num, _ in experts) : len(token_ids)]
+            experts.append((len(own), own))
+    samples = []
+    for *columns, masks, experts in chains:
+        samples.append(sample := Sample(*columns))
+        experts.append((len(sample.token_ids) - sum(num for num, _ in experts), None))
+        for name, parts in ((ALLOWED_TOKENS, masks), (ROUTED_EXPERTS, experts)):
+            if (column := join_column(parts)) is not None:
+                sample.extras[name] = column
+    return samples
 
 
 def finite_reward(reward: Any) -> float:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -32,17 +31,16 @@ from verifiers.legacy.utils.async_utils import maybe_call_with_named_args
 from verifiers_rl.envs.base import (
     InvalidEnvironmentError,
     RunnerOptions,
-    check_logprobs,
     finite_reward,
-    versions_of_tokens,
+    samples_from_turns,
 )
-from verifiers_rl.envs.records import record_of_state, text_of, versions_of_reply
+from verifiers_rl.envs.records import record_of_state, text_of
 from verifiers_rl.envs.rendering import Renderer, as_vllm_renders
-from verifiers_rl.inference import ChatReply, RolloutSession, ServerClient, allowed_tokens
+from verifiers_rl.inference import ChatReply, RolloutSession, ServerClient
 from verifiers_rl.process.limits import FILES_OF_ROLLOUT, raise_open_files
 from verifiers_rl.process.loop_thread import run_contained
 from verifiers_rl.requests import GroupRequest
-from verifiers_rl.types import ALLOWED_TOKENS, ROUTED_EXPERTS, Rollout, Sample, Split, join_column
+from verifiers_rl.types import Rollout, Sample, Split
 
 logger = logging.getLogger(__name__)
 
@@ -53,58 +51,22 @@ logger = logging.getLogger(__name__)
 def samples_from_trajectory(
     steps: Sequence[dict[str, Any]], policy_version: int, mask_env_responses: bool = True
 ) -> list[Sample]:
-    """Merge the turns of one rollout into as few samples as stay token-exact.
-
-    If the prompt of a turn begins with all tokens so far, the turn continues the sample, and the
-    tokens that the environment added between are appended without loss. Otherwise (a template that
-    drops thinking, a compaction) the turn starts a new sample. So every sampled token is in exactly
-    one sample, after exactly the tokens that were its context when it was sampled.
+    """Do as `base.samples_from_turns`.
 
     Args:
         steps: the trajectory. Each has `tokens`, and a `response` with what `keeping_all` adds.
-        policy_version: version for steps whose response has none.
-        mask_env_responses: leave tokens that the environment put between turns out of the loss.
 
     Raises:
         ValueError: a step has no token ids, or its numbers of tokens and logprobs differ.
     """
-    chains: list[Any] = []  # for each sample, a list for each of its columns
-    so_far: list[int] = []
+    turns = []
     for turn, step in enumerate(steps):
         if (tokens := step["tokens"]) is None:
             raise ValueError(f"turn {turn}: the server returned no token ids or logprobs")
-        prompt, sampled = tokens["prompt_ids"], tokens["completion_ids"]
-        new_logprobs, num = tokens["completion_logprobs"], len(sampled)
-        if num != len(new_logprobs):
-            raise ValueError(f"turn {turn}: {num} tokens but {len(new_logprobs)} logprobs")
-        check_logprobs(new_logprobs)
-        is_first = not chains or prompt[: len(so_far)] != so_far
-        if is_first:
-            chains.append([[] for _ in range(6)])
-        token_ids, in_loss, logprobs, versions, masks, experts = chains[-1]
-        num_added = len(prompt) - len(token_ids)
-        trains_added = not (is_first or mask_env_responses)
-        token_ids[:] = so_far = [*prompt, *sampled]
-        in_loss += [trains_added] * num_added + [True] * num
-        # NaN: no policy sampled these. The trainer's logprob is used, so ratio 1.
-        logprobs += [math.nan if trains_added else 0.0] * num_added + list(new_logprobs)
-        reply = getattr(step.get("response"), "reply", ChatReply({}))
-        spans = versions_of_reply(reply, policy_version)
-        versions += [-1] * num_added + versions_of_tokens(spans, num).tolist()
-        # verifiers may have cut the reply.
-        allowed = allowed_tokens(*reply.mask)[:num] if reply.mask else None
-        masks += [(num_added, None), (num, allowed)]
-        if reply.experts is not None:  # of the tokens before, too: the first time sampled them
-            own = reply.experts[sum(num for num, _ in experts) : len(token_ids)]
-            experts.append((len(own), own))
-    samples = []
-    for *columns, masks, experts in chains:
-        samples.append(sample := Sample(*columns))
-        experts.append((len(sample.token_ids) - sum(num for num, _ in experts), None))
-        for name, parts in ((ALLOWED_TOKENS, masks), (ROUTED_EXPERTS, experts)):
-            if (column := join_column(parts)) is not None:
-                sample.extras[name] = column
-    return samples
+        reply = getattr(step.get("response"), "reply", ChatReply({}))  # verifiers may have cut it
+        names = ("prompt_ids", "completion_ids", "completion_logprobs")
+        turns.append((*(tokens[name] for name in names), reply))
+    return samples_from_turns(turns, policy_version, mask_env_responses)
 
 
 # --- Rollouts -------------------------------------------------------------------------------------

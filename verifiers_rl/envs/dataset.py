@@ -14,21 +14,16 @@ import numpy as np
 import verifiers.v1 as vf
 from pydantic import ValidationError
 
-from verifiers_rl.envs.base import (
-    InvalidEnvironmentError,
-    check_logprobs,
-    finite_reward,
-    versions_of_tokens,
-)
+from verifiers_rl.envs.base import InvalidEnvironmentError, finite_reward, samples_from_turns
 from verifiers_rl.envs.records import message_of, text_of
 from verifiers_rl.envs.v1 import V1Environment
 from verifiers_rl.envs.v1_loading import first_messages
-from verifiers_rl.inference import ChatReply, RolloutSession, ServerClient, allowed_tokens
+from verifiers_rl.inference import RolloutSession, ServerClient
 from verifiers_rl.json_text import as_json
 from verifiers_rl.option_rules import did_you_mean
 from verifiers_rl.process.loop_thread import run_contained
 from verifiers_rl.requests import GroupRequest
-from verifiers_rl.types import ALLOWED_TOKENS, ROUTED_EXPERTS, Rollout, Sample, join_column
+from verifiers_rl.types import Rollout
 
 REPLY = "completion"  # the parameter of a reward function that gets the model's reply
 RewardFn = Callable[..., Any]
@@ -156,7 +151,10 @@ class DatasetEnvironment(V1Environment):
                 (choice,) = reply.completion["choices"]
                 message, finish_reason = choice["message"], choice["finish_reason"]
                 message |= {"reasoning_content": message.get("reasoning")}
-                sample = sample_of(prompt_ids, reply, request.policy_version)
+                sampled, logprobs = (values.tolist() for values in reply.sampled or ())
+                (sample,) = samples_from_turns(
+                    [(prompt_ids, sampled, logprobs, reply)], request.policy_version
+                )
                 rollout.generation_s = time.time() - begun_at
                 rollout.num_turns, rollout.is_truncated = 1, finish_reason == "length"
                 rollout.completion = text_of([message])
@@ -181,36 +179,6 @@ class DatasetEnvironment(V1Environment):
             rollout.error = error
         rollout.record = as_json({"begun_at": begun_at, "messages": messages, "turns": turns})
         return [rollout]
-
-
-def sample_of(prompt_ids: list[int], reply: ChatReply, policy_version: int) -> Sample:
-    """Return the sample of a reply to a prompt.
-
-    Args:
-        policy_version: of a reply that does not say which policy sampled it.
-
-    Raises:
-        ValueError: its logprobs are no numbers.
-    """
-    assert reply.sampled is not None  # tokens were sent
-    (sampled, logprobs), num_before = reply.sampled, len(prompt_ids)
-    check_logprobs(logprobs)
-    num = len(sampled)
-    spans = reply.policy_versions or [(0, policy_version)]
-    sample = Sample(
-        np.append(prompt_ids, sampled),
-        np.arange(num_before + num) >= num_before,
-        np.append(np.zeros(num_before), logprobs),
-        np.append(np.full(num_before, -1), versions_of_tokens(spans, num)),
-    )
-    masks = [(num_before, None), (num, allowed_tokens(*reply.mask) if reply.mask else None)]
-    rows = reply.experts  # no step has computed the last token
-    num_rows = 0 if rows is None else len(rows)
-    experts = [(num_rows, rows), (sample.num_tokens - num_rows, None)]
-    for name, parts in ((ALLOWED_TOKENS, masks), (ROUTED_EXPERTS, experts)):
-        if (column := join_column(parts)) is not None:
-            sample.extras[name] = column
-    return sample
 
 
 def env_from(
