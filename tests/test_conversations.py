@@ -46,12 +46,9 @@ LLAMA = (
     "{%- if add_generation_prompt -%}"
     "{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' -}}{%- endif -%}"
 )
-# A turn ends where the next role begins, as in GLM-4's; `<|system|>` begins what a tool says.
+# A turn has no end of its own, as in GLM-4's.
 GLM = (
-    "{%- for m in messages -%}"
-    "{{- '<|system|>' if m.role == 'tool' else '<|' + m.role + '|>' -}}"
-    "{{- '\n' + m.content -}}{{- m.tool_calls[0].function.name if m.tool_calls -}}"
-    "{%- endfor -%}"
+    "{%- for m in messages -%}{{- '<|' + m.role + '|>\n' + m.content -}}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|assistant|>\n' -}}{%- endif -%}"
 )
 SPECIAL = [
@@ -115,9 +112,8 @@ END = 6 + len(f"<tool_call>{CALLED}</tool_call>") + 1
         ({"messages": TURNS}, QWEN3, [(range(20, 41), 41), (range(43, 64), 64)]),
         # <bos>; <sh>user<eh>\n\na<eot>: 10; <sh>assistant<eh>\n\n: 13; b<eot>; 10; 13; d<eot>
         ({"messages": TURNS}, LLAMA, [((24, 25, 49, 50), 51)]),
-        # <|user|>\na<|assistant|>\nb<|user|>\nc<|assistant|>\nd<|user|>: a turn without an end ends
-        # with the token of the next role.
-        ({"messages": TURNS}, GLM, [((5, 6, 11, 12), 13)]),
+        # <|user|>\na<|assistant|>\nb<|user|>\nc<|assistant|>\nd: turns without an end
+        ({"messages": TURNS}, GLM, [((5, 11), 12)]),
         # The tool's <|tool|>6<|end|> is 8 characters and 2, then <|assistant|>.
         ({"messages": TOOL_TURN}, None, [((*range(6, END), *range(END + 11, END + 15)), END + 15)]),
         ({"prompt": "2+2=", "completion": "4"}, None, [((4, 5), 6)]),  # with the end of a text
@@ -146,9 +142,6 @@ QWEN3_CALL = f"<tool_call>\n{CALLED}\n</tool_call><|im_end|>"
         # Without it the template drops the empty one of the call, once it is a past turn.
         ({"messages": TOOL_TURN}, QWEN3, [THINKS + QWEN3_CALL, f"{THINKS}six<|im_end|>"]),
         ({"messages": TOOL_TURN}, None, [f"<tool_call>{CALLED}</tool_call><|end|>six<|end|>"]),
-        # A call is answered by a tool, also where the conversation ends with the call.
-        ({"messages": TOOL_TURN[:2]}, GLM, ["times<|system|>"]),
-        ({"messages": TOOL_TURN}, GLM, ["times<|system|>six<|user|>"]),
         ({"prompt": TURNS[:3], "completion": TURNS[3:]}, LLAMA, ["d<|eot_id|>"]),
         ({"prompt": TURNS[:3], "completion": TURNS[3:]}, None, ["d<|end|>"]),
     ],
@@ -263,7 +256,7 @@ def test_rows_are_cut_counted_and_left_out():
     ]
     of_rows([{"messages": chat("a", "b", "c", "d")}], QWEN3, say=lines.append)
     assert lines[1].endswith("; 1 conversations of several samples")
-    of_rows([{"messages": chat("a", "b")}, {"text": "a"}], GLM.replace("|", "!"), say=lines.append)
+    of_rows([{"messages": chat("a", "b")}, {"text": "a"}], GLM, say=lines.append)
     assert "; 1 with a turn that no special token ends, so a server would go on" in lines[2]
 
 
@@ -366,9 +359,8 @@ def test_keys_that_only_other_rows_of_a_table_have_are_not_rendered():
     [
         (QWEN3, "<|im_end|>"),
         (LLAMA, "<|eot_id|>"),
-        (GLM, "<|user|>"),
+        (GLM, None),  # a turn without an end
         (None, "<|end|>"),
-        (LLAMA.replace("{{- '<|eot_id|>' -}}", ""), None),  # a plain token at the end is none
     ],
 )
 def test_the_token_that_ends_replies_is_found(template, end):

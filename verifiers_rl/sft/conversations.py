@@ -15,7 +15,7 @@ template adds to the messages before:
 
 So the model learns to continue exactly what a server would send it, and a template needs no marks
 for training. In some templates, such as GLM's, a turn has no end of its own: a server stops where
-the next role begins. There the token that begins the next role belongs to the turn. Some templates
+the next role begins, which such data does not teach; `Tokenization.of_rows` says so. Some templates
 render a past turn otherwise than the last one; Qwen3's drops its thinking. Then no single sequence
 has the tokens of all turns, and the conversation becomes several samples, as it would in a rollout.
 """
@@ -271,9 +271,6 @@ class Tokenization:
                 # A model never writes blanks behind a special token, because its turn has ended.
                 start, text = len(ids), asked + whole[len(asked) :].rstrip()
                 ids = self._longer(ids, asked, text)
-                if not self._special & {*ids[start:][-1:]}:
-                    text = self._with_next_role(whole, messages, number, template)
-                    ids = self._longer(ids[:start], asked, text)
             except DatasetError as error:
                 raise DatasetError(f"messages[{number}] (role 'assistant'): {error}") from error
             spans.append((start, len(ids)))
@@ -292,29 +289,6 @@ class Tokenization:
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             problem = f"the chat template refuses the messages up to it: {kind}{error}"
             raise DatasetError(problem) from error
-
-    def _with_next_role(
-        self, text: str, messages: list[dict[str, Any]], number: int, template: dict[str, Any]
-    ) -> str:
-        """Return the text up to a turn that has no end, and behind it the special token with which
-        the next message begins, if it begins with one.
-
-        Args:
-            text: the messages up to the turn, as they are rendered.
-            number: of the turn. Behind the last one, an answer stands in for the next message.
-        """
-        role = "tool" if messages[number].get("tool_calls") else "user"
-        after = messages[number + 1 : number + 2] or [{"role": role, "content": "?"}]
-        if after[0]["role"] == "assistant":  # the same role, so no other begins
-            return text
-        try:
-            longer = self._render([*messages[: number + 1], *after], False, template)
-        except DatasetError:  # the template takes no such message there
-            return text
-        for token in self._encode(longer[len(text) :])[:1] if longer.startswith(text) else ():
-            if token in self._special:
-                return text + self._tokenizer.convert_ids_to_tokens(token)
-        return text
 
     def _longer(self, ids: list[int], text: str, longer: str) -> list[int]:
         """Return the tokens of `longer`, which begins with `text`. The first ones are `ids`.
