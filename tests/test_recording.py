@@ -1,8 +1,7 @@
-"""What a run writes beside its metrics: run.json, rollouts, tables in trackers."""
+"""What a run writes beside its metrics: run.json, rollouts, what trackers get."""
 
 import hashlib
 import io
-import json
 import os
 import signal
 import subprocess
@@ -23,7 +22,7 @@ from verifiers_rl.process.terminal import print_all_characters
 from verifiers_rl.report.recording import row_of
 from verifiers_rl.report.rollouts import RolloutWriter
 from verifiers_rl.report.run_folder import WritingError, read_run
-from verifiers_rl.report.trackers import ATTRIBUTES, print_rollouts
+from verifiers_rl.report.trackers import print_rollouts
 from verifiers_rl.requests import RolloutError
 from verifiers_rl.types import Batch, Rollout
 
@@ -145,15 +144,12 @@ def test_no_text_of_a_model_ends_a_run_or_commands_the_terminal(monkeypatch, enc
     first, last = group[3], group[1]  # of these five by their rewards
     first.prompt, first.completion = f"\u6f22{COMMANDS}?", "\ud800 \u2192 [bold]one\ntwo"
     first.reward, last.reward = -3e38, 1e30
-    print_rollouts(group, 1, num_rows=3)
+    print_rollouts(group, 1)
     print("\u6f22")  # whatever else is printed
     shown = terminal.buffer.getvalue().decode(encoding)
     assert not {*shown} & {*"\x1b\x07\x9b\r\b"} and "]0;title" in shown
-    places = [
-        shown.index(text)
-        for text in ("[bold]one", "-3e+38", "-0.500", "two", "a2", "+0.500", "1e+30")
-    ]
-    assert places == sorted(places) and "a0" not in shown and "a4" not in shown
+    places = [shown.index(text) for text in ("[bold]one", "-3e+38", "-0.500", "two", "1e+30")]
+    assert places == sorted(places) and not any(text in shown for text in ("a0", "a2", "a4"))
     assert max(map(len, shown.splitlines())) <= 100  # a row of the table is one line wide
     error = ValueError(f"the reply was {COMMANDS}")
     assert describe_error(error) == "ValueError: the reply was ]0;title[2J2J"
@@ -382,7 +378,7 @@ def test_what_is_left_out_of_the_loss_is_said():
 
 
 @pytest.mark.slow
-def test_wandb_has_a_table(make, tmp_path, monkeypatch):
+def test_wandb_gets_the_project(make, tmp_path, monkeypatch):
     import wandb
 
     for name, value in (("MODE", "offline"), ("DIR", str(tmp_path)), ("SILENT", "true")):
@@ -393,7 +389,4 @@ def test_wandb_has_a_table(make, tmp_path, monkeypatch):
     assert (wandb.run.project, wandb.run.entity) == ("words", "of the shell")
     wandb.finish()
     wandb.teardown()  # its service process writes the last bytes when it ends
-    tables = [json.loads(path.read_text()) for path in tmp_path.rglob("rollouts_*.table.json")]
-    assert sorted(table["data"][0][:3] for table in tables) == [[1, "sums", 3], [2, "sums", 3]]
-    assert all(table["columns"] == ["step", *ATTRIBUTES] for table in tables)
-    assert [len(table["data"]) for table in tables] == [7, 7]
+    assert list(tmp_path.rglob("run-*.wandb"))

@@ -486,10 +486,10 @@ class RLConfig(TrainingArguments):
     {temperature = 0, max_tokens = 512}. A temperature of 0 takes the likeliest token, and a top_k
     of 0 all tokens."""
     log_rollouts: Share = 0.05
-    """All rollouts are written into output_dir/rollouts, a table of some is shown in the terminal
-    and sent to the trackers of report_to: see docs/watching.md. The number is the share of
-    the groups that are written with their tokens: logprobs of server and trainer, entropy, masks;
-    about 8 bytes a token. 0: nothing is written or shown."""
+    """All rollouts are written into output_dir/rollouts, and two of a step are shown in the
+    terminal: see docs/watching.md. The number is the share of the groups that are written with
+    their tokens: logprobs of server and trainer, entropy, masks; about 8 bytes a token. 0: nothing
+    is written or shown."""
 
     def __post_init__(self) -> None:
         import torch

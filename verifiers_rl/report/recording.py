@@ -1,5 +1,5 @@
 """Writes what a run did, step by step: run.json, metrics.jsonl, the files of rollouts, tables for
-people and trackers. A thread makes the rows of a step and writes them, while the trainer goes on.
+people. A thread makes the rows of a step and writes them, while the trainer goes on.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from verifiers_rl.report.run_folder import (
     write_run,
     writing,
 )
-from verifiers_rl.report.trackers import name_wandb_project, print_rollouts, send_table
+from verifiers_rl.report.trackers import name_wandb_project, print_rollouts
 from verifiers_rl.types import Batch, Rollout, Sample, SampleSizes, Split
 
 logger = logging.getLogger(__name__)
@@ -60,8 +60,8 @@ _OUTER = re.compile("^((Worker|Episode)Error: )+")  # the first error's own text
 
 
 class RunFiles(TrainerCallback):
-    """Writes run.json, metrics.jsonl and the files of rollouts (rollouts.py), prints tables of
-    rollouts, and sends them to trackers.
+    """Writes run.json, metrics.jsonl and the files of rollouts (rollouts.py), and prints tables of
+    rollouts.
 
     Args:
         trainer: the `RLTrainer`, of which it reads `args`, `batch`, `orchestrator`, `state`,
@@ -196,13 +196,10 @@ class RunFiles(TrainerCallback):
             self._folder.mkdir(parents=True, exist_ok=True)
             with writing(target), target.open("ab") as file:
                 file.write(as_json(row) + b"\n")
-        batch, shows = self._trainer.batch, args.log_rollouts and "step_s" in logs
-        if shows and batch is not None and batch.rollouts:
+        batch, shows = self._trainer.batch, args.log_rollouts and not args.disable_tqdm
+        if shows and "step_s" in logs and batch is not None and batch.rollouts:
             with showing("a table of rollouts"):
-                if not args.disable_tqdm:
-                    print_rollouts(batch.rollouts, state.global_step)
-                if "wandb" in args.report_to:
-                    send_table(batch.rollouts, state.global_step)
+                print_rollouts(batch.rollouts, state.global_step)
 
     def _append(self, split: Split, step: int, groups: Sequence[Sequence[Rollout]]) -> None:
         """Let the thread write these rollouts. Wait until it has written those before."""
