@@ -71,9 +71,9 @@ def test_keys_of_the_command_line_win_over_all_files_and_the_last_one_over_all(c
 
 def test_items_of_an_array_have_numbers_on_the_command_line(compose):
     text = 'model = "m"\n[[env]]\nid = "a"\n[[env]]\nid = "b"\nargs = { x = 1 }\n'
-    config = compose(text, words="--env.1.weight 3 --env.1.args.y two --env.0.id 7")
+    config = compose(text, words="--env.1.weight 3 --env.1.args.y two --env.0.id c")
     assert [(env.id, env.weight, env.args) for env in config.envs] == [
-        ("7", 1.0, {}), ("b", 3, {"x": 1, "y": "two"}),
+        ("c", 1.0, {}), ("b", 3, {"x": 1, "y": "two"}),
     ]  # fmt: skip
 
 

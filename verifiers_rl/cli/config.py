@@ -81,7 +81,6 @@ from pydantic import (
     Field,
     PrivateAttr,
     ValidationError,
-    ValidationInfo,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -148,14 +147,14 @@ class Table(BaseModel):
         return data
 
     @classmethod
-    def advise(cls, key: str, known: list[str], options: Iterable[str]) -> str:
+    def advise(cls, key: str, known: list[str]) -> str:
         """Return what to write in place of an unknown key."""
         advice = "options belong into args below" if "args" in known else ""
         return nearest_hint(key, known, advice)
 
     @model_validator(mode="before")
     @classmethod
-    def check_keys(cls, data: Any, info: ValidationInfo) -> Any:
+    def check_keys(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             raise ValueError("must be a table")
         # None: a key of the command line that takes back what a file has.
@@ -163,8 +162,8 @@ class Table(BaseModel):
         known = [field.alias or name for name, field in cls.model_fields.items()]
         for key in data:
             if key not in known:
-                hint = cls.advise(key, known, info.context or ())
-                raise wrong(f"has an unknown key {key!r}; {hint}", key, has=True)
+                problem = f"has an unknown key {key!r}; {cls.advise(key, known)}"
+                raise wrong(problem, key, has=True)
         return data
 
 
@@ -312,9 +311,8 @@ class TrainConfig(Table):
     _layers: Layers = PrivateAttr()
 
     @classmethod
-    def advise(cls, key: str, known: list[str], options: Iterable[str]) -> str:
-        """`options` are the program's own, one of which may have been meant."""
-        return ELSEWHERE.get(key) or nearest_hint(key, {*known, *flat.FLAT, *options})
+    def advise(cls, key: str, known: list[str]) -> str:
+        return ELSEWHERE.get(key) or nearest_hint(key, {*known, *flat.FLAT})
 
     @property
     def layers(self) -> Layers:
@@ -578,7 +576,6 @@ def load_run_config(
     files: Path | Sequence[Path],
     overrides: Sequence[tuple[str, str]] = (),
     checks_model: bool = True,
-    options: Iterable[str] = (),
     kind: type[TrainConfig] = RunConfig,
 ) -> Any:
     """Read, compose and check the configuration; nothing heavy is imported.
@@ -587,7 +584,6 @@ def load_run_config(
         files: a later one wins.
         overrides: keys of the command line and their values, in order; they win over all files.
         checks_model: look whether there is such a model, on the hub too.
-        options: the program's own, which a mistyped key may have meant.
         kind: class of the result.
 
     Raises:
@@ -600,7 +596,7 @@ def load_run_config(
     settings = without_evaluations(settings)
     words = [word for path in paths for word in ("@", str(path))]
     words += [f"--{key}={text}" for key, text in overrides]
-    return read_layers(Layers(paths, words, settings), kind, checks_model, options)
+    return read_layers(Layers(paths, words, settings), kind, checks_model)
 
 
 # What is refused where there are no evaluations.
@@ -629,34 +625,30 @@ def read_layers(
     layers: Layers,
     kind: type[TrainConfig] = RunConfig,
     checks_model: bool = True,
-    options: Iterable[str] = (),
 ) -> Any:
     """Check a configuration that is composed; see `load_run_config`."""
-    config = read_table(layers, (), partial(kind.model_validate, context=options))
+    config: Any = read_table(layers, (), kind.model_validate)
     config._layers = layers
     config.resolve(checks_model)
     return config
 
 
 def read_table(layers: Layers, at: Key, make: Callable[[Data], _Made]) -> _Made:
-    """Return what pydantic makes of a table of a configuration. A value of the command line is
-    taken as text where text is asked for.
+    """Return what pydantic makes of a table of a configuration.
 
     Raises:
         TomlError: a key is unknown, or has a value that does not fit.
     """
-    while True:
-        try:
-            return make(find(layers.tree, at))
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            below = first.get("ctx", {}).get("key", ())
-            key = layers.key_at((*at, *first["loc"], *below))
-            if first["type"] == "has":
-                top = "" if key[1:] else "the top level "
-                raise TomlError(f"{layers.place(*key)} {top}{first['msg']}") from error
-            if not layers.take_as_written(key):
-                raise layers.error(key, problem_of(error, first["loc"])) from error
+    try:
+        return make(find(layers.tree, at))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        below = first.get("ctx", {}).get("key", ())
+        key = layers.key_at((*at, *first["loc"], *below))
+        if first["type"] == "has":
+            top = "" if key[1:] else "the top level "
+            raise TomlError(f"{layers.place(*key)} {top}{first['msg']}") from error
+        raise layers.error(key, problem_of(error, first["loc"])) from error
 
 
 def check_trainer_args(config: TrainConfig) -> None:
@@ -738,9 +730,8 @@ def parse_command_line(
     options, rest = parser.parse_known_args(words)
     if not options.files:
         raise TomlError("no configuration: give one as `@ config.toml`")
-    own = re.findall(r"(?<!\S)--([a-z][\w-]*)", parser.format_help())
     checks_model = checks_model and not getattr(options, "dry_run", False)
-    config = load_run_config(options.files, overrides_of(rest), checks_model, own, kind)
+    config = load_run_config(options.files, overrides_of(rest), checks_model, kind)
     if start := getattr(options, "start", None):
         config.trainer.args[start] = True
     return options, config

@@ -354,13 +354,3 @@ class Layers:
             is_inside = isinstance(here, dict) or here is MISSING
             key += (part,) * (is_tables(here) if part.isdigit() else is_inside)
         return key
-
-    def take_as_written(self, key: Key) -> bool:
-        """Take a value of the command line as text. Return False if it is not of there, or was
-        taken so before.
-        """
-        text = self.origin(key).text
-        if text is None or find(self.tree, key) == text:
-            return False
-        _put(self.tree, Setting(key, text, COMMAND_LINE, key))
-        return True
