@@ -591,12 +591,26 @@ def load_run_config(
     """
     given = [files] if isinstance(files, Path) else files
     paths = [Path(os.path.abspath(path.expanduser())) for path in given]
-    settings = [one for path in paths for one in flat.settings_of(read_file(path), str(path))]
-    settings += [one for pair in overrides for one in flat.settings_of_word(*pair)]
-    settings = without_evaluations(settings)
     words = [word for path in paths for word in ("@", str(path))]
     words += [f"--{key}={text}" for key, text in overrides]
-    return read_layers(Layers(paths, words, settings), kind, checks_model)
+    try:
+        settings = [one for path in paths for one in flat.settings_of(read_file(path), str(path))]
+        settings += [one for pair in overrides for one in flat.settings_of_word(*pair)]
+        layers = Layers(paths, words, without_evaluations(settings))
+        return read_layers(layers, kind, checks_model)
+    except RecursionError as error:
+        where = ", ".join(map(str, paths))
+        raise TomlError(f"{where}: tables and lists are in each other too deeply") from error
+
+
+def read_layers(
+    layers: Layers, kind: type[TrainConfig] = RunConfig, checks_model: bool = True
+) -> Any:
+    """Check a configuration that is composed; see `load_run_config`."""
+    config: Any = read_table(layers, (), kind.model_validate)
+    config._layers = layers
+    config.resolve(checks_model)
+    return config
 
 
 # What is refused where there are no evaluations.
@@ -619,18 +633,6 @@ def without_evaluations(settings: list[Setting]) -> list[Setting]:
         for number, one in enumerate(settings)
         if number > at or one.source == settings[at].source or keys[number] not in _OF_EVALUATIONS
     ]
-
-
-def read_layers(
-    layers: Layers,
-    kind: type[TrainConfig] = RunConfig,
-    checks_model: bool = True,
-) -> Any:
-    """Check a configuration that is composed; see `load_run_config`."""
-    config: Any = read_table(layers, (), kind.model_validate)
-    config._layers = layers
-    config.resolve(checks_model)
-    return config
 
 
 def read_table(layers: Layers, at: Key, make: Callable[[Data], _Made]) -> _Made:

@@ -15,7 +15,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -26,7 +26,6 @@ from dotenv.parser import parse_stream
 from verifiers_rl.option_rules import PATH_RULE, can_be_path, did_you_mean
 
 COMMAND_LINE = "the command line"
-MAX_LEVELS = 50  # of tables and lists in each other
 MISSING: Any = object()  # what `find` returns for a key that is not there
 Key = tuple[str, ...]  # the parts of a key; items of [[env]] have numbers, from 0
 Data = dict[str, Any]  # of a TOML
@@ -106,32 +105,11 @@ def read_file(path: Path) -> Data:
     """
     try:
         # Some editors begin with a mark.
-        return _parse(tomllib.loads, path.read_text("utf-8-sig"))
+        return tomllib.loads(path.read_text("utf-8-sig"))
     except OSError as error:
         raise TomlError(f"{path}: {error.strerror}") from error
     except ValueError as error:  # not UTF-8 either
         raise TomlError(f"{path}: {error}") from error
-
-
-def _parse(read: Callable[[str], Any], text: str) -> Any:
-    """Return what `read` makes of a text of TOML or JSON.
-
-    Raises:
-        ValueError: it is none, or it is nested too deeply for those who read the result.
-    """
-    try:
-        value = read(text)
-        is_deep = _is_deep(value, MAX_LEVELS)
-    except RecursionError:
-        is_deep = True
-    if is_deep:
-        raise ValueError(f"tables and lists are in each other more than {MAX_LEVELS} levels deep")
-    return value
-
-
-def _is_deep(value: Any, levels: int) -> bool:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return levels < 0 or any(_is_deep(one, levels - 1) for one in inner)
 
 
 def read_env_files(files: Iterable[Path]) -> dict[str, str]:
@@ -193,14 +171,14 @@ def parse_value(text: str) -> Any:
     if text in ("True", "False"):
         return text == "True"
     try:
-        parsed = _parse(tomllib.loads, f"value = {text}")
+        parsed = tomllib.loads(f"value = {text}")
         if parsed.keys() == {"value"}:  # else the text has more lines
             return parsed["value"]
     except ValueError:
         pass  # most often a string without quotes
     if text.startswith(("{", "[")):
         try:
-            return _parse(json.loads, text)
+            return json.loads(text)
         except ValueError:
             pass  # a string that begins so
     return text
@@ -210,10 +188,10 @@ def read_word(key: str, text: str) -> tuple[Key, Any]:
     """Return the parts of a key of the command line, and its value.
 
     Raises:
-        TomlError: the key has an empty part, or too many parts.
+        TomlError: the key has an empty part.
     """
     parts = tuple(key.split("."))
-    if not all(parts) or len(parts) > MAX_LEVELS:
+    if not all(parts):
         raise TomlError(f"{COMMAND_LINE}: --{key}={text}: a key is of the form a.b.c")
     # Not where a word is the environment's or the server's own.
     is_none = text.lower() == "none" and parts[0] not in ("env", "inference")
