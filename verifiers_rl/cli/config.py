@@ -286,16 +286,6 @@ class ClusterTable(Table):
     inference_nodes: PositiveInt | None = None
 
 
-# Tables that another program reads.
-ELSEWHERE = {
-    "data": "it is of vf-sft, which trains on a dataset",
-    "env": "vf-sft has no environment; `vf-rl generate --split eval` measures a model on one",
-    "inference": "vf-sft starts no server",
-    "cluster": "vf-sft runs on one machine",
-    "teacher": "the dataset is vf-sft's teacher; distillation on rollouts is of vf-rl",
-}
-
-
 class TrainConfig(Table):
     """What each program that trains has in its TOML. `model` is resolved."""
 
@@ -312,7 +302,7 @@ class TrainConfig(Table):
 
     @classmethod
     def advise(cls, key: str, known: list[str]) -> str:
-        return ELSEWHERE.get(key) or nearest_hint(key, {*known, *flat.FLAT})
+        return nearest_hint(key, {*known, *flat.FLAT})
 
     @property
     def layers(self) -> Layers:
