@@ -80,7 +80,7 @@ def test_items_of_an_array_have_numbers_on_the_command_line(compose):
 @pytest.mark.parametrize(
     ("words", "name", "value"),
     [
-        ("run_name 42", "run_name", "42"),  # declared as text
+        ('run_name "42"', "run_name", "42"),  # a text of TOML
         ("use_lora False", "use_lora", False),
         ("tools_in_process", "tools_in_process", True),  # alone: true
         ("learning_rate 1e-3", "learning_rate", 1e-3),
@@ -98,7 +98,7 @@ def test_items_of_an_array_have_numbers_on_the_command_line(compose):
         ("max_steps ten", "max_steps", "ten"),  # refused later, as it stands
     ],
 )
-def test_a_value_of_the_command_line_has_the_type_of_its_option(compose, words, name, value):
+def test_a_value_of_the_command_line_is_one_of_toml_or_a_text(compose, words, name, value):
     key, *rest = words.split(" ", 1 if words[-1] in "}]" else -1)
     config = compose(BASE, words=[f"--trainer.args.{key}", *rest])
     check_trainer_args(config)

@@ -57,7 +57,7 @@ def test_a_dry_run_prints_what_would_run_without_secrets_and_starts_nothing(
 ):
     started = []
     monkeypatch.setattr("subprocess.Popen.__init__", lambda *args, **_: started.append(args))
-    status, printed, said = run(*FILES, "--trainer.args.run_name", "42", "--env.1.weight=2")
+    status, printed, said = run(*FILES, "--trainer.args.run_name", '"42"', "--env.1.weight=2")
     assert status == 0, said
     assert "nothing was started" in said and not started
     assert not (tmp_path / "here" / "outputs").exists()

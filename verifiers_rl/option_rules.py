@@ -165,19 +165,3 @@ def problem_of(error: ValidationError, place: tuple[int | str, ...] | None = Non
         names = re.findall(r"'([^']+)'", one.get("ctx", {}).get("expected", ""))
         problems[did_you_mean(str(one["input"]), names) or text] = None
     return " or ".join(problems)
-
-
-def of_type(text: str, value: Any, checker: TypeAdapter[Any]) -> Any:
-    """Return a value of a command line in the form that the type of its option asks for.
-
-    Args:
-        text: as it was written.
-        value: as TOML would read the text.
-    """
-    for form in (value, text, [value], [text]):
-        try:
-            checker.validate_python(form)
-        except ValidationError:
-            continue
-        return form
-    return value

@@ -114,7 +114,6 @@ from verifiers_rl.option_rules import (
     load_user_code,
     must,
     names_user_code,
-    of_type,
     problem_of,
 )
 from verifiers_rl.process.secret_names import set_secrets
@@ -644,21 +643,18 @@ def read_table(layers: Layers, at: Key, make: Callable[[Data], _Made]) -> _Made:
 
 
 def check_trainer_args(config: TrainConfig) -> None:
-    """Give values of the command line the types of their options. Imports transformers.
+    """Look at the names in [trainer.args]. Imports transformers.
 
     Raises:
-        TomlError: a key of [trainer.args] is no field of the trainer's config.
+        TomlError: one is no field of the trainer's config.
     """
     from verifiers_rl.config import unknown_option_hint
 
-    kind, args = config.config_class(), config.trainer.args
-    for name in args:
-        origin = config.layers.origin((*flat.ARGS, name))
+    kind = config.config_class()
+    for name in config.trainer.args:
         if name not in checkers(kind):
-            hint = unknown_option_hint(name, kind)
-            raise TomlError(f"{origin.place} has an unknown key {name!r}; {hint}")
-        if origin.text is not None:
-            args[name] = of_type(origin.text, args[name], checkers(kind)[name])
+            place, hint = config.layers.place(*flat.ARGS, name), unknown_option_hint(name, kind)
+            raise TomlError(f"{place} has an unknown key {name!r}; {hint}")
 
 
 def make_importable(folders: Iterable[Path]) -> None:

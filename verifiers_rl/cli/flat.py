@@ -175,6 +175,5 @@ def settings_of_word(key: str, text: str) -> list[Setting]:
     """
     parts, value = read_word(key, text)
     if parts[0] not in FLAT:
-        return [Setting(parts, value, COMMAND_LINE, parts, text)]
-    found = settings_of(compose([Setting(parts, value, "", parts)]), COMMAND_LINE)
-    return [replace(one, text=text) if one.written == parts else one for one in found]
+        return [Setting(parts, value, COMMAND_LINE, parts)]
+    return settings_of(compose([Setting(parts, value, "", parts)]), COMMAND_LINE)

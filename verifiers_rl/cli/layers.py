@@ -45,14 +45,12 @@ class Setting:
         value: as in a TOML. A file's is a table only if that is empty.
         source: path of the file, or `COMMAND_LINE`; "" for a value where no layer has one.
         written: the key as it is written there.
-        text: the value as it is written on the command line.
     """
 
     key: Key
     value: Any
     source: str
     written: Key
-    text: str | None = None
 
     @property
     def place(self) -> str:
