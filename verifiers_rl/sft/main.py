@@ -93,16 +93,8 @@ class SFTRunConfig(TrainConfig):
         """Show this process its GPUs, before torch sees them.
 
         Raises:
-            TomlError: a file of the data is not there, or there are fewer GPUs.
+            TomlError: there are fewer.
         """
-        for name in ("train", "eval"):
-            for path in filter(is_file, getattr(self.data, name)):
-                if not os.path.isfile(path):
-                    raise self.layers.error(
-                        ("data", name),
-                        f"there is no file {path}; correct the path, which is relative to what "
-                        "names it",
-                    )
         if "LOCAL_RANK" not in os.environ:
             os.environ["CUDA_VISIBLE_DEVICES"] = assign_gpus(self, [])["trainer"]
 
