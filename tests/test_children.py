@@ -1,5 +1,6 @@
 """Processes of a run, here and behind actors of Ray: one contract."""
 
+import os
 import signal
 
 import pytest
@@ -103,6 +104,24 @@ def test_a_signal_is_in_the_status(start, tmp_path):
 
 
 # --- Of this machine only -------------------------------------------------------------------------
+
+
+def test_a_child_ends_with_its_parent(tmp_path):
+    code = (
+        "import os, sys, time\nfrom verifiers_rl.process.parent import die_with_parent\n"
+        "die_with_parent(int(os.environ['VERIFIERS_RL_DIE_WITH_PARENT']))\n"
+        "open(sys.argv[1], 'w').write(str(os.getpid()))\ntime.sleep(300)"
+    )
+    parent = (
+        "import sys, time\nfrom verifiers_rl.cli.children import LocalChild\n"
+        "LocalChild('one', ['-c', *sys.argv[1:]], {})\ntime.sleep(300)"
+    )
+    pid = tmp_path / "pid"
+    child = LocalChild("parent", ["-c", parent, code, str(pid)], {})
+    wait_until(lambda: pid.exists() and pid.read_text())
+    os.kill(child.pid, signal.SIGKILL)
+    wait_until(lambda: not is_running(int(pid.read_text())))
+    child.stop()
 
 
 def test_nothing_answers_where_no_server_is():

@@ -29,7 +29,7 @@ def test_the_command_in_a_session_is_the_run_itself():
 
 
 @pytest.mark.parametrize(
-    "wanted, name",
+    ("wanted", "name"),
     [("qwen3-0.6b", "qwen3-0_6b"), ("=$é x", "____x"), ("-x", None), ("default", None)],
 )
 def test_a_session_has_a_name_that_tmux_keeps(wanted, name):

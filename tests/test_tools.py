@@ -10,7 +10,7 @@ import verifiers.v1 as vf
 from tests import test_environments_v1 as v1
 from tests.test_environments_v1 import load
 from verifiers_rl.envs.base import InvalidEnvironmentError
-from verifiers_rl.envs.tools import runs_here
+from verifiers_rl.envs.tools import LocalServer, LocalUrl, runs_here
 
 tokenizer, on_the_path, play = v1.tokenizer, v1.on_the_path, v1.play  # fixtures
 
@@ -114,6 +114,18 @@ def test_only_tools_that_need_no_server_run_here(on_the_path):
     assert not runs_here(Own(vf.ToolsetConfig(url="http://elsewhere/mcp")))
     assert not runs_here(Registers(vf.ToolsetConfig()))
     assert not runs_here(TakesContext(vf.ToolsetConfig()))
+
+
+def test_the_object_of_a_task_is_not_that_of_a_rollout(on_the_path):
+    """As with a process, only class and config of a toolset count; no rollout sees another's."""
+    from many_tools import Own
+
+    given = Own(vf.ToolsetConfig())
+    given.num_calls = 7
+    first, second = LocalServer(given), LocalServer(given)
+    first.toolset.config.url = "changed"
+    assert (first.toolset.num_calls, second.toolset.config.url) == (0, given.config.url)
+    assert isinstance(LocalUrl(given), str) and LocalUrl(given).shared is None
 
 
 @pytest.mark.parametrize("in_process", [True, pytest.param(False, marks=pytest.mark.slow)])
