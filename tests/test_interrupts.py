@@ -45,15 +45,6 @@ def test_a_sighup_that_nohup_has_switched_off_stays_off(monkeypatch):
     assert handlers[signal.SIGHUP] == "ours"
 
 
-def test_a_signal_that_nothing_raises_ends_the_run_when_it_is_done():
-    by_sigterm = pytest.raises(Interrupted, match="interrupted by SIGTERM")
-    with by_sigterm, Interrupts().handled(None, says=False):
-        kill(signal.SIGTERM)
-    with pytest.raises(ValueError, match="its own"), Interrupts().handled(None, says=False):
-        kill(signal.SIGTERM)
-        raise ValueError("its own error")
-
-
 def test_a_wait_ends_with_a_signal():
     raise_if_interrupted()  # without a run
     with pytest.raises(Interrupted), Interrupts().handled(None, says=False):

@@ -4,7 +4,6 @@ import json
 import struct
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from verifiers_rl.inference.generation import (
@@ -91,7 +90,7 @@ def test_each_completion_of_a_group_is_a_line_as_soon_as_it_has_ended():
 
     async def outputs(*given):
         for number, reason in given:
-            kept = SimpleNamespace(logprobs=[-0.5], counts=[], allowed=[])
+            kept = SimpleNamespace(logprobs=[-np.inf], counts=[], allowed=[])
             versions = [SimpleNamespace(start=0, version="3")] if number == 2 else []
             ended = {"index": number, "token_ids": [7], "logprobs": kept, "finish_reason": reason}
             generation.end(ended := SimpleNamespace(**ended, weight_versions=versions))
@@ -109,17 +108,10 @@ def test_each_completion_of_a_group_is_a_line_as_soon_as_it_has_ended():
     asyncio.run(run_group())
     lines = [line.split(" ", 2) for line in sent]
     assert [line[:2] for line in lines] == [["2", "0:3"], ["1", ""]]
-    replies = [{"packed_tokens": pack_sampled([7], [-0.5]), "id": n, "parsed": 1} for n in (2, 1)]
+    replies = [{"packed_tokens": pack_sampled([7], [-9999.0]), "id": n, "parsed": 1} for n in (2, 1)]
     assert [json.loads(line[2]) for line in lines] == replies
     assert parser == [] and generation.packed == b""
     assert json.loads(asyncio.run(run((9, "stop"))).model_dump_json()) == {"id": 9, "parsed": 1}
-
-
-def test_sampled_tokens_are_a_field_of_the_reply():
-    request = answered(Generation(make_request()), [7, 8], [-0.5, -np.inf], (0, "3"))
-    reply = json.loads(b"{" + request.packed + b'"id":"1"}')
-    assert reply == {"id": "1", "packed_tokens": pack_sampled([7, 8], [-0.5, -9999.0])}
-    assert answered(Generation(), [7], [-0.5], (0, "3")).packed == b""
 
 
 @pytest.mark.parametrize(
