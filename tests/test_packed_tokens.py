@@ -1,6 +1,7 @@
 import asyncio
 import base64
 import json
+import math
 import struct
 from types import SimpleNamespace
 
@@ -90,7 +91,7 @@ def test_each_completion_of_a_group_is_a_line_as_soon_as_it_has_ended():
 
     async def outputs(*given):
         for number, reason in given:
-            kept = SimpleNamespace(logprobs=[-np.inf], counts=[], allowed=[])
+            kept = SimpleNamespace(logprobs=[-math.inf], counts=[], allowed=[])
             versions = [SimpleNamespace(start=0, version="3")] if number == 2 else []
             ended = {"index": number, "token_ids": [7], "logprobs": kept, "finish_reason": reason}
             generation.end(ended := SimpleNamespace(**ended, weight_versions=versions))
@@ -108,7 +109,7 @@ def test_each_completion_of_a_group_is_a_line_as_soon_as_it_has_ended():
     asyncio.run(run_group())
     lines = [line.split(" ", 2) for line in sent]
     assert [line[:2] for line in lines] == [["2", "0:3"], ["1", ""]]
-    replies = [{"packed_tokens": pack_sampled([7], [-9999.0]), "id": n, "parsed": 1} for n in (2, 1)]
+    replies = [{"packed_tokens": pack_sampled([7], [-9999]), "id": n, "parsed": 1} for n in (2, 1)]
     assert [json.loads(line[2]) for line in lines] == replies
     assert parser == [] and generation.packed == b""
     assert json.loads(asyncio.run(run((9, "stop"))).model_dump_json()) == {"id": 9, "parsed": 1}
