@@ -15,12 +15,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -53,15 +51,15 @@ LONGEST_FIRST = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def place(item: pytest.Item) -> int:
+def pytest_collection_modifyitems(items):
+    def place(item):
         name = item.path.stem
         return LONGEST_FIRST.index(name) if name in LONGEST_FIRST else len(LONGEST_FIRST)
 
     items.sort(key=place)  # which keeps the order within a file
 
 
-def pytest_report_header() -> str:
+def pytest_report_header():
     return f"verifiers {version('verifiers')}"
 
 
@@ -74,13 +72,11 @@ class Server:
     log: Path
 
     @property
-    def url(self) -> str:
+    def url(self):
         return f"http://127.0.0.1:{self.port}"
 
 
-def wait_until(
-    condition: Callable[[], Any], seconds: float = 30.0, what: Callable[[], Any] = lambda: ""
-) -> None:
+def wait_until(condition, seconds=30.0, what=lambda: ""):
     """Wait for what nobody tells of; `what` is shown if it does not come."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -88,7 +84,7 @@ def wait_until(
         time.sleep(0.05)
 
 
-def free_port() -> int:
+def free_port():
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return probe.getsockname()[1]
 
@@ -96,10 +92,10 @@ def free_port() -> int:
 class Started:
     """A process with its output in a file. It ends with the block, and what it has started."""
 
-    def __init__(self, command: list[str], environment: Mapping[str, str], log: Path) -> None:
+    def __init__(self, command, environment, log):
         self.command, self.environment, self.log = command, environment, log
 
-    def __enter__(self) -> Started:
+    def __enter__(self):
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
                 self.command,
@@ -110,7 +106,7 @@ class Started:
             )
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):  # the SIGKILL below
@@ -119,10 +115,10 @@ class Started:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
-    def said(self) -> str:
+    def said(self):
         return self.log.read_text(errors="replace")
 
-    def wait_until(self, condition: Callable[[], Any], seconds: float = 240.0) -> None:
+    def wait_until(self, condition, seconds=240.0):
         """Wait for this while the process runs."""
         deadline = time.monotonic() + seconds
         while True:
@@ -133,20 +129,20 @@ class Started:
                 raise RuntimeError(self.said()[-6000:])
             time.sleep(0.2)
 
-    def wait_for(self, pattern: str) -> None:
+    def wait_for(self, pattern):
         """Wait for this in its output."""
         self.wait_until(lambda: re.search(pattern, self.said()))
 
 
 @contextmanager
 def running_server(
-    model: Path,
-    log: Path,
-    *flags: str,
-    port: int | None = None,
-    dtype: str = "float32",
-    module: str = "verifiers_rl.inference.server",
-) -> Iterator[Server]:
+    model,
+    log,
+    *flags,
+    port=None,
+    dtype="float32",
+    module="verifiers_rl.inference.server",
+):
     port = port or free_port()
     command = [sys.executable, "-m", module, "--model", str(model)]
     command += ["--port", str(port), "--dtype", dtype, "--enforce-eager"]
@@ -159,7 +155,7 @@ def running_server(
         environment["VERIFIERS_RL_DIE_WITH_PARENT"] = str(os.getpid())
     client = InferenceClient("127.0.0.1", port)
 
-    def answers() -> bool:
+    def answers():
         with suppress(InferenceServerError):
             return bool(client.status())
         return False
@@ -170,7 +166,7 @@ def running_server(
 
 
 @pytest.fixture(scope="session", autouse=True)
-def token() -> Iterator[str]:
+def token():
     """One token for all servers and trainers of this test run."""
     patch = pytest.MonkeyPatch()
     patch.setenv(TOKEN_VARIABLE, secrets.token_urlsafe(16))
@@ -179,7 +175,7 @@ def token() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def warm_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def warm_start(tmp_path_factory):
     """The example's model, trained a little shorter than in the demo, once for all processes."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "warm_start"
@@ -189,7 +185,7 @@ def warm_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train_warm_start(folder: Path) -> None:
+def train_warm_start(folder):
     unfinished = folder.with_name("warm_start_unfinished")
     words = ["examples/warm_start.py", EXAMPLE_MODULE, unfinished]
     run_python(*words, "--clean-steps", "220", "--noisy-steps", "40")

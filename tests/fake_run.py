@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import math
 import random
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -33,14 +31,14 @@ BEGUN_AT = 1_760_000_000.0
 STEP_S = 24.0
 
 
-def sentence(rng: random.Random, num_words: int) -> str:
+def sentence(rng, num_words):
     return " ".join(rng.choices(WORDS, k=num_words)).capitalize() + "."
 
 
-def conversation(rng: random.Random, env: str, question: str, version: int) -> dict[str, Any]:
-    messages: list[dict[str, Any]] = [{"role": "system", "content": "Answer step by step."}]
+def conversation(rng, env, question, version):
+    messages = [{"role": "system", "content": "Answer step by step."}]
     messages.append({"role": "user", "content": question})
-    turns: list[dict[str, Any]] = []
+    turns = []
     now = 0.0
     for turn in range(rng.choice((1, 1, 1, 2, 3)) if env == "calculator" else 1):
         if turn:  # the one before called a tool
@@ -62,7 +60,7 @@ def conversation(rng: random.Random, env: str, question: str, version: int) -> d
     return {"messages": messages, "turns": turns, "generation_s": round(now, 3)}
 
 
-def group(rng: random.Random, step: int, number: int, split: str, skill: float) -> list[Any]:
+def group(rng, step, number, split, skill):
     """The rollouts of one example. `skill`, 0 to 1, says how good the policy is by now."""
     env = rng.choice(("calculator", "trivia"))
     example = number if split == "eval" else rng.randrange(5000)
@@ -93,9 +91,9 @@ def group(rng: random.Random, step: int, number: int, split: str, skill: float) 
     return rows
 
 
-def tokens(row: dict[str, Any], seed: int) -> dict[str, Any]:
+def tokens(row, seed):
     """Columns for the tokens of this row, in which words stand for tokens."""
-    words: list[str] = []
+    words = []
     sizes = []
     for message in row["messages"]:
         text = f"<{message['role']}> {message.get('reasoning_content', '')}{message['content']}"
@@ -116,7 +114,7 @@ def tokens(row: dict[str, Any], seed: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def metrics_row(rows: list[Any], step: int, rng: random.Random) -> dict[str, float]:
+def metrics_row(rows, step, rng):
     rewards = [row["reward"] for row in rows if row["reward"] is not None]
     train_s, wait_s = rng.uniform(14, 16), rng.uniform(3, 8)
     return {
@@ -127,9 +125,7 @@ def metrics_row(rows: list[Any], step: int, rng: random.Random) -> dict[str, flo
     }  # fmt: skip
 
 
-def write_fake_run(
-    folder: Path, num_rollouts: int, num_steps: int, seed: int = 0, tokens_of: float = 0.05
-) -> None:
+def write_fake_run(folder, num_rollouts, num_steps, seed=0, tokens_of=0.05):
     """Write run.json, metrics.jsonl and the files of rollouts into a folder.
 
     Args:
@@ -148,7 +144,7 @@ def write_fake_run(
     with (folder / METRICS).open("w") as metrics:
         for step in range(1, num_steps + 1):
             skill = 0.2 + 0.7 * (1 - math.exp(-2 * step / num_steps))
-            rows: list[Any] = []
+            rows = []
             for number in range(num_groups):
                 rows += (made := group(rng, step, number, "train", skill))
                 if (step * num_groups + number) % round(1 / tokens_of) == 0:

@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -61,7 +60,7 @@ class Family:
     server_dtype: str = "float32"
 
 
-def write_family(name: str, folder: Path) -> Family:
+def write_family(name, folder):
     """Write model, tokenizer and chat template of this family into a folder, which exists."""
     family = FAMILIES[name]
     torch.manual_seed(0)
@@ -83,7 +82,7 @@ def write_family(name: str, folder: Path) -> Family:
 # --- Chat templates ------------------------------------------------------------------------------
 
 
-def chat_template(system: str, user: str, assistant: str, tool: str, thinking: bool) -> str:
+def chat_template(system, user, assistant, tool, thinking):
     """A chat template in the style of a family. Each turn ends with the tokenizer's end token.
 
     Args:
@@ -119,7 +118,7 @@ def chat_template(system: str, user: str, assistant: str, tool: str, thinking: b
 
 # --- Models --------------------------------------------------------------------------------------
 
-TEXT: dict[str, Any] = {
+TEXT = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -133,10 +132,10 @@ TEXT: dict[str, Any] = {
     "eos_token_id": EOS,
     "pad_token_id": PAD,
 }
-EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
-def save(model: Any, folder: Path) -> None:
+def save(model, folder):
     """Save in bfloat16, as the hub has it, with a correction bias of routers in float32."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
@@ -147,19 +146,17 @@ def save(model: Any, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def causal_lm(kind: str, **changes: Any) -> Callable[[Path], None]:
+def causal_lm(kind, **changes):
     """What writes a text model, of `{kind}ForCausalLM` and `{kind}Config`."""
 
-    def write(folder: Path) -> None:
+    def write(folder):
         config = getattr(transformers, f"{kind}Config")(**{**TEXT, **changes})
         save(getattr(transformers, f"{kind}ForCausalLM")(config), folder)
 
     return write
 
 
-def with_tower(
-    kind: str, text: dict[str, Any], vision: dict[str, Any], files: dict[str, Any], **top: Any
-) -> Callable[[Path], None]:
+def with_tower(kind, text, vision, files, **top):
     """What writes a text model beside a vision tower.
 
     Args:
@@ -167,7 +164,7 @@ def with_tower(
         files: of the processor of images, by name.
     """
 
-    def write(folder: Path) -> None:
+    def write(folder):
         config = getattr(transformers, f"{kind}Config")(
             text_config={**TEXT, **text}, vision_config=dict(vision), **top
         )
@@ -178,11 +175,11 @@ def with_tower(
     return write
 
 
-def qwen3_5(experts: bool) -> Callable[[Path], None]:
+def qwen3_5(experts):
     return lambda folder: write_tiny_qwen3_5(folder, experts)
 
 
-def in_mxfp4(folder: Path) -> None:
+def in_mxfp4(folder):
     """Write gpt-oss with its experts in MXFP4: for 32 weights, 16 bytes of two and a scale."""
     write_gpt_oss(folder)
     path = folder / "model.safetensors"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import torch
 from peft import PeftModel
 from safetensors import safe_open
@@ -31,24 +28,24 @@ IDS = torch.randint(256, (1, 40), generator=torch.Generator().manual_seed(1))
 RANK = 4
 
 
-def load(folder: Path, use_lora: bool = False) -> Any:
+def load(folder, use_lora=False):
     """The policy, as a run loads it, in float32."""
     torch.manual_seed(1)
     return load_policy(str(folder), RLConfig(use_cpu=True, use_lora=use_lora, lora_rank=RANK))
 
 
-def shared_rows(model: Any) -> str | None:
+def shared_rows(model):
     """Why samples do not share rows, or None."""
     return reason_against_sharing_rows(model, model)
 
 
-def shared_prefixes(model: Any, max_seq_len: int = 32) -> str | None:
+def shared_prefixes(model, max_seq_len=32):
     """Why samples of a row do not share what they begin with, or None."""
     return reason_against_sharing_prefixes(model, model, max_seq_len)
 
 
 @torch.no_grad()
-def chunked_head(model: Any) -> float:
+def chunked_head(model):
     """The largest difference between logprobs by chunks and from whole logits, in nats."""
     check_head(model, model)
     targets = IDS[0, 1:]
@@ -60,7 +57,7 @@ def chunked_head(model: Any) -> float:
     return max((a - b).abs().max().item() for a, b in zip(given, expected, strict=True))
 
 
-def options_of_a_step(output: Path, use_lora: bool, **others: Any) -> RLConfig:
+def options_of_a_step(output, use_lora, **others):
     """The options of one step on 8 rollouts, 4 of an example, with nothing beside."""
     return RLConfig(
         output_dir=str(output),
@@ -75,7 +72,7 @@ def options_of_a_step(output: Path, use_lora: bool, **others: Any) -> RLConfig:
     )
 
 
-def one_step(folder: Path, output: Path, use_lora: bool) -> RLTrainer:
+def one_step(folder, output, use_lora):
     """Train one step on given samples, and save. What is not trained stays as it was."""
     args = options_of_a_step(
         output, use_lora, lora_rank=RANK, max_seq_len=32, learning_rate=1e-2,
@@ -89,7 +86,7 @@ def one_step(folder: Path, output: Path, use_lora: bool) -> RLTrainer:
         orchestrator=StubSource(),
         weight_sync=StubSink(),
     )
-    model: Any = trainer.model
+    model = trainer.model
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     trainer.train()
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
@@ -101,12 +98,12 @@ def one_step(folder: Path, output: Path, use_lora: bool) -> RLTrainer:
 
 
 @torch.no_grad()
-def loads_as_saved(trainer: Any, folder: Path, output: Path) -> float:
+def loads_as_saved(trainer, folder, output):
     """The largest difference of logits between the trained model and the saved one, loaded by
     transformers. If an adapter was trained, PEFT loads it onto the base model of `folder`, and
     transformers the merged model.
     """
-    loaded: list[Any] = []
+    loaded = []
     plain = output
     if hasattr(trainer.model, "peft_config"):
         loaded.append(PeftModel.from_pretrained(load(folder), str(output)))
@@ -118,7 +115,7 @@ def loads_as_saved(trainer: Any, folder: Path, output: Path) -> float:
     return max((logits - expected).abs().max().item() for logits in given)
 
 
-def what_travels(folder: Path, model: Any, lora_sync: Any = "merged") -> set[str]:
+def what_travels(folder, model, lora_sync="merged"):
     """Names under which the server gets what this model sends; it expects all of them."""
     sources, adapter = what_to_send(model, lora_sync)
     shapes = {name: source.shape for name, source in sources.items()}
@@ -129,7 +126,7 @@ def what_travels(folder: Path, model: Any, lora_sync: Any = "merged") -> set[str
     return {*as_served(plan, served, config).tensors}
 
 
-def text_names(folder: Path) -> set[str]:
+def text_names(folder):
     """Names of the checkpoint's tensors that are trained."""
     with safe_open(folder / "model.safetensors", "pt") as file:
         names = set(file.keys())

@@ -12,10 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 import numpy as np
@@ -40,8 +37,8 @@ from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.requests import GroupRequest, Places
 from verifiers_rl.sync.nccl import ID_BYTES, ID_KEY
 from verifiers_rl.sync.plan import DIGEST_BYTES, TransferPlan, digest_of
-from verifiers_rl.sync.sources import Source, buckets_of
-from verifiers_rl.sync.weight_sync import WeightSync, push_to_all
+from verifiers_rl.sync.sources import buckets_of
+from verifiers_rl.sync.weight_sync import push_to_all
 from verifiers_rl.types import (
     Batch,
     Rollout,
@@ -57,7 +54,7 @@ EXAMPLE = ROOT / "examples" / "reverse_text"
 EXAMPLE_MODULE = EXAMPLE / "reverse_text.py"
 
 
-def load_example(name: str) -> ModuleType:
+def load_example(name):
     """A module of examples, of any folder there, without installing it: "warm_start", or
     "reverse_text/train" if several folders have one of this name.
     """
@@ -73,7 +70,7 @@ def load_example(name: str) -> ModuleType:
     return module
 
 
-def example_table(num_train: int = 4096, num_eval: int = 256) -> EnvTable:
+def example_table(num_train=4096, num_eval=256):
     """The example's environment as a TOML would name it."""
     return EnvTable(
         taskset={"id": "reverse_text", "num_tasks": num_train, "instruction": ""},
@@ -81,7 +78,7 @@ def example_table(num_train: int = 4096, num_eval: int = 256) -> EnvTable:
     )
 
 
-def example_env() -> Any:
+def example_env():
     return example_table().load(EXAMPLE)
 
 
@@ -107,9 +104,7 @@ class Given(vf.Taskset[GivenTask, vf.TasksetConfig]):
 """
 
 
-def write_environment(
-    folder: Path, name: str, questions: Iterable[str], setup: str = "pass"
-) -> str:
+def write_environment(folder, name, questions, setup="pass"):
     """Write a module with an environment of one turn for these questions, whose rollouts begin with
     the statement `setup`. Return the lines of a TOML that name it.
     """
@@ -118,17 +113,17 @@ def write_environment(
     return f'[env.taskset]\nid = "{name}"\n[env.agent.harness]\nid = "null"\n'
 
 
-TINY: dict[str, Any] = {
+TINY = {
     "vocab_size": 261,
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
-OF_QWEN3: dict[str, Any] = {"num_key_value_heads": 2, "eos_token_id": 257, "pad_token_id": 256}
+OF_QWEN3 = {"num_key_value_heads": 2, "eos_token_id": 257, "pad_token_id": 256}
 
 
-def make_tiny_model(tie_word_embeddings: bool = False, seed: int = 0) -> Qwen3ForCausalLM:
+def make_tiny_model(tie_word_embeddings=False, seed=0):
     torch.manual_seed(seed)
     config = Qwen3Config(
         **TINY,
@@ -140,12 +135,12 @@ def make_tiny_model(tie_word_embeddings: bool = False, seed: int = 0) -> Qwen3Fo
     return Qwen3ForCausalLM(config).float()
 
 
-def make_tiny_llama() -> LlamaForCausalLM:
+def make_tiny_llama():
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**TINY)).float()
 
 
-def make_tiny_moe() -> Qwen3MoeForCausalLM:
+def make_tiny_moe():
     """Two of four experts a token; the sizes are those that vLLM's CPU kernels take."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
@@ -161,7 +156,7 @@ def make_tiny_moe() -> Qwen3MoeForCausalLM:
     return Qwen3MoeForCausalLM(config).float()
 
 
-def write_tiny_qwen3_5(folder: Path, experts: bool = False) -> None:
+def write_tiny_qwen3_5(folder, experts=False):
     """A checkpoint as the hub has it: a text model with delta nets and a tied head, a vision tower,
     and what a processor of images wants to read. The sizes are those that vLLM's CPU kernels take.
     """
@@ -193,7 +188,7 @@ def write_tiny_qwen3_5(folder: Path, experts: bool = False) -> None:
     common = {"text_config": text, "vision_config": vision, "tie_word_embeddings": True, **special}
     if experts:
         moe_config = Qwen3_5MoeConfig(**common, video_token_id=261)
-        model: Any = Qwen3_5MoeForConditionalGeneration(moe_config)
+        model = Qwen3_5MoeForConditionalGeneration(moe_config)
     else:
         model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(**common, video_token_id=261))
     model.to(torch.bfloat16).save_pretrained(folder)
@@ -207,9 +202,7 @@ def write_tiny_qwen3_5(folder: Path, experts: bool = False) -> None:
     (folder / "video_preprocessor_config.json").write_text(json.dumps(processor))
 
 
-def make_samples(
-    num_samples: int, seed: int = 0, prompt: int = 3, longest: int = 9, version: int = 0
-) -> list[Sample]:
+def make_samples(num_samples, seed=0, prompt=3, longest=9, version=0):
     """Random samples: a prompt without loss,
     then up to `longest` sampled tokens with random logprobs.
     """
@@ -228,12 +221,12 @@ def make_samples(
     return samples
 
 
-def values_of(sample: Sample) -> list[list[Any]]:
+def values_of(sample):
     """The fields of a sample as lists, to compare samples by."""
     return [getattr(sample, name).tolist() for name in Sample.DTYPES]
 
 
-def sent(samples: list[Sample]) -> list[Sample]:
+def sent(samples):
     """Copies of the samples, as another process gets them."""
     lengths = [len(sample.token_ids) for sample in samples]
     columns = columns_of(samples)
@@ -246,51 +239,49 @@ def sent(samples: list[Sample]) -> list[Sample]:
 class GlooGroup:
     """A process group of Gloo that can be aborted, as NCCL's can."""
 
-    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+    def __init__(self, store, rank, world_size):
         options = torch.distributed.ProcessGroupGloo._Options()
         device = torch.distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")
         options._devices = [device]
-        self._group: Any = torch.distributed.ProcessGroupGloo(store, rank, world_size, options)
+        self._group = torch.distributed.ProcessGroupGloo(store, rank, world_size, options)
         self.num_aborts = 0
 
-    def broadcast(self, tensors: Any, options: Any) -> Any:
+    def broadcast(self, tensors, options):
         return self._group.broadcast(tensors, options)
 
-    def abort(self) -> None:
+    def abort(self):
         self.num_aborts += 1
         self._group = None
 
 
-def packed_weights(
-    sources: dict[str, Source], model: torch.nn.Module, num_tensors: int | None = None
-) -> dict[str, torch.Tensor]:
+def packed_weights(sources, model, num_tensors=None):
     """What a push of these sources carries, of the first tensors alone if so many are wanted."""
     shapes = {name: source.shape for name, source in sources.items()}
     plan = TransferPlan(tensors=shapes, dtype="float32", bucket_bytes=1)  # a bucket for each tensor
     made = zip(plan.buckets, buckets_of(plan, sources, model), strict=False)
-    found: dict[str, torch.Tensor] = {}
+    found = {}
     for bucket, buffer in itertools.islice(made, num_tensors):
         found |= {name: view.clone() for name, view in bucket.views(buffer)}
     return found
 
 
-def push_to(sync: WeightSync, model: Any, policy_version: int) -> None:
+def push_to(sync, model, policy_version):
     """Push these weights to one server; raise its error."""
     (error,) = push_to_all([sync], model, policy_version)
     if error is not None:
         raise error
 
 
-def at_bucket(sync: Any, number: int, act: Callable[[], Any]) -> None:
+def at_bucket(sync, number, act):
     """From now on, call `act` before this WeightSync sends the bucket of this number in a push."""
     begin_push, send, coming = sync.begin_push, sync.send, iter(())
 
-    def begin(*args: Any) -> None:
+    def begin(*args):
         nonlocal coming
         coming = itertools.count()
         begin_push(*args)
 
-    def counted(bucket: Any) -> None:
+    def counted(bucket):
         if next(coming) == number:
             act()
         send(bucket)
@@ -298,19 +289,19 @@ def at_bucket(sync: Any, number: int, act: Callable[[], Any]) -> None:
     sync.begin_push, sync.send = begin, counted
 
 
-def share_memory_of_cpu(memory: torch.Tensor) -> list[Any]:
+def share_memory_of_cpu(memory):
     """In place of `nccl.share`. As long as its handles are."""
     memory.share_memory_()
     return [os.getpid(), *memory.untyped_storage()._share_fd_cpu_(), "0" * 128]
 
 
-def map_memory_of_cpu(handle: list[Any], device: torch.device) -> torch.Tensor:
+def map_memory_of_cpu(handle, device):
     """In place of `nccl.map_in`."""
     pid, fd, size, _ = handle
     return torch.from_file(f"/proc/{pid}/fd/{fd}", shared=True, size=size, dtype=torch.uint8)
 
 
-def make_gloo_group(store: Any, rank: int, world_size: int) -> GlooGroup:
+def make_gloo_group(store, rank, world_size):
     """In place of `make_nccl_group`: what stands in for NCCL's id is the path of a file by which
     the ranks find each other.
     """
@@ -321,10 +312,10 @@ def make_gloo_group(store: Any, rank: int, world_size: int) -> GlooGroup:
     return GlooGroup(torch.distributed.FileStore(path, world_size), rank, world_size)
 
 
-def push_body(weights: bytes, sizes: Sequence[int]) -> bytes:
+def push_body(weights, sizes):
     """The body of a push of these weights, in buckets of these sizes."""
     rest = memoryview(weights)
-    parts: list[bytes] = []
+    parts = []
     for size in sizes:
         parts += [bytes(rest[:size]), digest_of(rest[:size])]
         rest = rest[size:]
@@ -334,32 +325,32 @@ def push_body(weights: bytes, sizes: Sequence[int]) -> bytes:
 class StubRequest:
     """A `ControlRequest` to a `StubServer`: `work` takes the body and gives the reply."""
 
-    def __init__(self, server: StubServer, work: Callable[[bytearray], Any]) -> None:
+    def __init__(self, server, work):
         self.server, self._work = server, work
         self.data, self.given_up = bytearray(), threading.Event()
 
-    def begin(self) -> StubRequest:
+    def begin(self):
         self._check()
         return self
 
-    def write(self, data: memoryview) -> None:
+    def write(self, data):
         self.server.on_write(self.given_up)
         self._check()
         self.data += data
 
-    def has_reply(self) -> bool:
+    def has_reply(self):
         return self.given_up.is_set()
 
-    def answer(self, timeout_s: float | None = None, stays_open: bool = False) -> Any:
+    def answer(self, timeout_s=None, stays_open=False):
         self._check()
         return self._work(self.data)
 
-    def close(self) -> None: ...
+    def close(self): ...
 
-    def give_up(self) -> None:
+    def give_up(self):
         self.given_up.set()
 
-    def _check(self) -> None:
+    def _check(self):
         if self.given_up.is_set() or not self.server.is_up:
             raise ServerLostError(f"no answer from {self.server.base_url}")
 
@@ -379,27 +370,25 @@ class StubServer:
 
     host = "127.0.0.1"
 
-    def __init__(
-        self, number: int = 0, dtype: str = "float32", lora_dtype: str | None = None
-    ) -> None:
+    def __init__(self, number=0, dtype="float32", lora_dtype=None):
         self.base_url, self.port = f"http://127.0.0.1:{number}", number
         self.dtype, self.lora_dtype = dtype, lora_dtype
-        self.connection: str | None = None
+        self.connection = None
         self.is_up = True
-        self.on_write: Callable[[threading.Event], Any] = lambda given_up: None
-        self.on_answer: Callable[[], Any] = lambda: None
-        self.plan: Any = None
-        self.weights: Any = None
-        self.policy_version: int | None = None
-        self.held: list[str] = []
-        self.hold: Any = None
-        self.joined: list[tuple[str, int]] = []
+        self.on_write = lambda given_up: None
+        self.on_answer = lambda: None
+        self.plan = None
+        self.weights = None
+        self.policy_version = None
+        self.held = []
+        self.hold = None
+        self.joined = []
         self.sleeps, self.calls = False, list[str]()
 
-    def die(self) -> None:
+    def die(self):
         self.is_up, self.connection = False, None
 
-    def status(self) -> dict[str, Any]:
+    def status(self):
         if not self.is_up:
             raise ServerLostError(f"no answer from {self.base_url}")
         return {
@@ -413,23 +402,21 @@ class StubServer:
             "sleeps": self.sleeps,
         }
 
-    def post(
-        self, path: str, fields: Any = None, timeout_s: float = 30.0, num_bytes: int = 0
-    ) -> StubRequest:
+    def post(self, path, fields=None, timeout_s=30.0, num_bytes=0):
         url = urlsplit(path)
-        given: dict[str, Any] = fields or dict(parse_qsl(url.query))
+        given = fields or dict(parse_qsl(url.query))
 
-        def connect(data: bytearray) -> dict[str, Any]:
+        def connect(data):
             self.plan = TransferPlan.model_validate_json(json.dumps(given["plan"]))
             self.connection = f"to {self.base_url}"
             self.held.append(given["trainer"])
             return {"connection": self.connection}
 
-        def close() -> None:
+        def close():
             if given["trainer"] in self.held:
                 self.held.remove(given["trainer"])
 
-        def receive(data: bytearray) -> dict[str, Any]:
+        def receive(data):
             self.on_answer()
             assert len(data) == num_bytes
             buffer = torch.frombuffer(data, dtype=torch.uint8)
@@ -443,35 +430,35 @@ class StubServer:
             self.calls.append("push")
             return {}
 
-        def sleep(data: bytearray) -> dict[str, Any]:
+        def sleep(data):
             assert given["connection"] == self.connection
             assert 0 < float(given["timeout_s"]) < timeout_s
             self.calls.append("sleep")
             return {}
 
         works = {"connect": connect, "receive": receive, "sleep": sleep}
-        request: Any = StubRequest(self, works[url.path.removeprefix("/weight_sync/")])
+        request = StubRequest(self, works[url.path.removeprefix("/weight_sync/")])
         if "trainer" in given:
             assert given["name"].startswith(f"process {os.getpid()} on ")
             self.hold, request.close = request, close
         return request
 
 
-def stub_servers(monkeypatch: Any, **status: Any) -> list[StubServer]:
+def stub_servers(monkeypatch, **status):
     """Let `wiring` find stand-ins with this status in place of servers; return those it makes."""
-    made: list[StubServer] = []
+    made = []
 
     class Server(StubServer):
-        def __init__(self, host: str, port: int) -> None:
+        def __init__(self, host, port):
             super().__init__(port)
             self.base_url, self.num_asked = f"http://{host}:{port}", 0
             made.append(self)
 
-        def status(self) -> dict[str, Any]:
+        def status(self):
             self.num_asked += 1
             return super().status() | {"device": "cuda", **status}
 
-        def check_model(self, config: Any) -> None: ...
+        def check_model(self, config): ...
 
     monkeypatch.setattr("verifiers_rl.wiring.InferenceClient", Server)
     return made
@@ -558,66 +545,62 @@ class StubSource:
     Records what was asked.
     """
 
-    def __init__(
-        self, batch_size: int = 8, reward_of: Callable[[int], float] = lambda version: 0.5
-    ) -> None:
+    def __init__(self, batch_size=8, reward_of=lambda version: 0.5):
         self.batch_size = batch_size
         self.reward_of = reward_of  # an evaluation's, from its policy version
-        self.submitted: list[tuple[int, str, int]] = []
-        self.calls: list[str] = []
+        self.submitted = []
+        self.calls = []
         self.running = False
-        self.pending: list[tuple[int, int]] = []  # step, policy version
-        self.evaluates: int | None = None  # policy version
+        self.pending = []  # step, policy version
+        self.evaluates = None  # policy version
 
     @property
-    def num_pending(self) -> int:
+    def num_pending(self):
         return len(self.pending)
 
-    def start(self) -> None:
+    def start(self):
         self.running = True
 
-    def submit(self, step: int, model: str, policy_version: int) -> None:
+    def submit(self, step, model, policy_version):
         assert self.running
         self.submitted.append((step, model, policy_version))
         self.calls.append(f"submit {step}")
         self.pending.append((step, policy_version))
 
-    def raise_if_failed(self) -> None: ...
+    def raise_if_failed(self): ...
 
-    def discard(self) -> None:
+    def discard(self):
         self.calls.append("discard")
         self.pending.clear()
         self.evaluates = None
 
-    def wait(self) -> None:
+    def wait(self):
         self.calls.append("wait")
 
-    def get(self) -> Batch:
+    def get(self):
         step, version = self.pending.pop(0)
         self.calls.append(f"get {step}")
         samples = make_samples(self.batch_size, seed=step, version=version)
         rollouts = [Rollout(0, "p", "c", reward=0.25, samples=[s], num_turns=1) for s in samples]
         return Batch(step, version, samples, rollouts, {"reward": 0.25})
 
-    def begin_evaluation(
-        self, num_examples: int, num_rollouts: int, model: str, policy_version: int
-    ) -> None:
+    def begin_evaluation(self, num_examples, num_rollouts, model, policy_version):
         assert self.running and self.evaluates is None
         self.calls.append(f"evaluate {policy_version}")
         self.evaluates = policy_version
 
-    def end_evaluation(self) -> dict[str, float]:
+    def end_evaluation(self):
         assert self.evaluates is not None
         version, self.evaluates = self.evaluates, None
         self.calls.append(f"evaluated {version}")
         return {"reward": self.reward_of(version)}
 
-    def state_dict(self, step: int) -> dict[str, Any]:
+    def state_dict(self, step):
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state): ...
 
-    def stop(self) -> None:
+    def stop(self):
         self.running = False
         self.pending.clear()
         self.evaluates = None
@@ -628,36 +611,36 @@ class StubSink:
 
     model_name, sleeps = "policy", False
 
-    def __init__(self) -> None:
-        self.policy_version: int | None = None
-        self.pushed: list[int] = []
+    def __init__(self):
+        self.policy_version = None
+        self.pushed = []
         self.num_waits = 0
 
-    def push(self, model: torch.nn.Module, policy_version: int) -> dict[str, float]:
+    def push(self, model, policy_version):
         self.pushed.append(policy_version)
         self.policy_version = policy_version
         return {"sync_s": 0.0}
 
-    def check_server(self) -> None: ...
+    def check_server(self): ...
 
-    def sleep(self) -> None: ...
+    def sleep(self): ...
 
-    def wait_for_server(self) -> None:
+    def wait_for_server(self):
         self.policy_version = None
         self.num_waits += 1
 
-    def close(self) -> None:
+    def close(self):
         self.policy_version = None
 
 
-def breaking(
-    part: Any, method: str, error: BaseException, calls: Container[int] = range(10**6)
-) -> Any:
-    """Return this part. Its method raises the error in the calls of these numbers, from 0."""
+def breaking(part, method, error, calls=None):
+    """Return this part. Its method raises the error in all calls, or in those of these numbers,
+    from 0.
+    """
     original, numbers = getattr(part, method), itertools.count()
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if next(numbers) in calls:
+    def call(*args, **kwargs):
+        if calls is None or next(numbers) in calls:
             raise error
         return original(*args, **kwargs)
 
@@ -665,14 +648,14 @@ def breaking(
     return part
 
 
-def on(event: str, act: Callable[[Any], Any]) -> TrainerCallback:
+def on(event, act):
     """A callback that calls `act` with the trainer's state at this event."""
     callback = TrainerCallback()
     setattr(callback, event, lambda args, state, control, **rest: act(state))
     return callback
 
 
-def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def weights_of(model):
     """A copy of the weights as they are now."""
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
@@ -680,9 +663,7 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def run_python(
-    *words: Any, folder: Path | str = ROOT, status: int = 0, **variables: str
-) -> subprocess.CompletedProcess[str]:
+def run_python(*words, folder=ROOT, status=0, **variables):
     """Run Python with these words and the repository on its path, to an end with this status."""
     paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | variables
@@ -694,7 +675,7 @@ def run_python(
     return done
 
 
-def run_script(folder: Path, text: str, *words: str, launcher: Sequence[str] = TWO_RANKS) -> str:
+def run_script(folder, text, *words, launcher=TWO_RANKS):
     """Run this Python script with these words, here or by a launcher. Return what it said on
     stderr.
     """

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -24,26 +23,26 @@ class Machine:
     port: str
 
     @property
-    def words(self) -> list[str]:
+    def words(self):
         return ["ip", "netns", "exec", self.name]
 
-    def pids(self) -> list[str]:
+    def pids(self):
         """Return the processes that run there."""
         found = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True)
         return found.stdout.split()
 
-    def set_link(self, state: str) -> None:
+    def set_link(self, state):
         """Cut its link to all others with "down"; neither side hears of that."""
         _ip("-n", self.switch, "link", "set", self.port, state)
 
 
-def _ip(*words: str) -> None:
+def _ip(*words):
     done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=20)
     if done.returncode:
         raise OSError(f"ip {' '.join(words)}: {done.stderr}")
 
 
-def _end_all_in(name: str) -> None:
+def _end_all_in(name):
     """End what still runs there, and remove the namespace."""
     found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
     for pid in found.stdout.split():
@@ -55,7 +54,7 @@ def _end_all_in(name: str) -> None:
 
 
 @contextmanager
-def machines(number: int) -> Iterator[list[Machine]]:
+def machines(number):
     """Make so many machines; a test that cannot have them is skipped."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and the program ip (iproute2)")

@@ -134,7 +134,9 @@ def reference_loss(
 
 @torch.no_grad()
 def reference_means(model, samples, temperature):
-    """Of a batch's loss tokens: mean entropy, and mean ratio to the server's probability."""
+    """Of a batch's loss tokens: mean entropy, mean and largest ratio r to the server's probability,
+    and mismatch_kl, the mean of r - 1 - log r.
+    """
     entropies, ratios = [], []
     for sample in samples:
         policy = reference_policy(model, sample.token_ids, temperature)
@@ -145,10 +147,10 @@ def reference_means(model, samples, temperature):
                 sampled = float(sample.inference_logprobs[t])
                 ratio = math.exp(before[sample.token_ids[t]].item() - sampled)
                 ratios.append(ratio)
-    return {
-        "entropy": sum(entropies) / len(entropies),
-        "importance_ratio": sum(ratios) / len(ratios),
-    }
+    kls = [ratio - 1 - math.log(ratio) for ratio in ratios]
+    found = {"entropy": entropies, "importance_ratio": ratios, "mismatch_kl": kls}
+    means = {name: sum(values) / len(values) for name, values in found.items()}
+    return means | {"importance_ratio_max": max(ratios)}
 
 
 # --- A trainer against it -------------------------------------------------------------------------

@@ -9,7 +9,7 @@ def advantages(name, rewards):
 
 
 @pytest.mark.parametrize(
-    ("name", "rewards", "expected"),
+    "name, rewards, expected",
     [
         ("mean", [1.0, 0.0, 0.5, 0.5], [0.5, -0.5, 0.0, 0.0]),
         # deviations 3, -1, -1, -1: variance 12 / 3, std 2

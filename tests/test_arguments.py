@@ -17,7 +17,7 @@ DATA = r"belong to env: RLTrainer\(model, env_from\(prompts, reward.* docs/from_
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options, message",
     [
         ({"eval_dataset": []}, f"eval_dataset has no effect .* {DATA}"),
         ({"reward_funcs": print, "train_dataset": []}, DATA),
@@ -54,7 +54,7 @@ def test_arguments_of_another_trainer_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "harmless", "value", "option"),
+    "name, harmless, value, option",
     [
         ("ACCELERATE_MIXED_PRECISION", "no", "bf16", "bf16"),
         ("ACCELERATE_DYNAMO_BACKEND", "NO", "INDUCTOR", None),
@@ -102,7 +102,7 @@ REFERENCE = r"met a None: .* write @needs\(\"reference_logprobs\"\) above it"
 
 
 @pytest.mark.parametrize(
-    ("loss_fn", "message"),
+    "loss_fn, message",
     [
         (lambda inputs: inputs.trainer_logprobs.sum(), "returned Tensor; expected LossOutputs"),
         (

@@ -55,7 +55,7 @@ def test_two_small_steps_run_in_a_folder_that_is_removed(check_with, tmp_path, c
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    "how, said",
     [
         ({"status": 3}, "to fix: status 3; the servers' output is in"),
         ({"mismatches": (0.001, 0.3)}, "to fix: mismatch_kl above 0.02: docs/mismatch.md"),

@@ -64,7 +64,7 @@ def test_an_adapter_beside_experts_is_refused_on_a_cpu(fitted):
 
 
 @pytest.mark.parametrize(
-    ("config", "flags", "name", "warns"),
+    "config, flags, name, warns",
     [
         (PLAIN, {}, None, False),
         (PLAIN, {"quantization": "fp8"}, "fp8_per_tensor", True),
@@ -91,7 +91,7 @@ def test_what_can_take_a_push_gets_vllms_name_and_a_warning(
 
 
 @pytest.mark.parametrize(
-    ("flags", "problem"),
+    "flags, problem",
     [
         (
             {"quantization_config": {"linear": "fp8_per_block"}},

@@ -380,7 +380,7 @@ def versioned():
 
 
 @pytest.mark.parametrize(
-    ("step", "when", "options"),
+    "step, when, options",
     [
         (3, "on_step_begin", {"max_off_policy_steps": 0}),
         (3, "on_step_end", {"max_off_policy_steps": 0}),
@@ -424,18 +424,6 @@ def test_an_evaluation_that_decides_over_the_best_is_made_up_for(make_run, folde
     assert trainer.state.best_global_step == 2
     best = load_file(folder / "checkpoint-2" / "model.safetensors")
     assert torch.equal(best["lm_head.weight"], trainer.model.lm_head.weight)
-
-
-def test_what_a_killed_run_had_logged_of_an_evaluation_is_logged_once(make_run, folder):
-    """The checkpoint of step 2 is older than the end of the evaluation of step 2."""
-    options = {"max_off_policy_steps": 1, **EVALUATED}
-    killed = make_run(source=versioned(), **options)
-    killed.add_callback(on("on_evaluate", die))  # behind those that write
-    with pytest.raises(KilledError):
-        killed.train()
-    assert evaluated(folder) == [(2, 2.0)]
-    resume(make_run, source=versioned(), **options)
-    assert evaluated(folder) == [(2, 2.0), (4, 4.0), (6, 6.0)]
 
 
 # --- The final model ------------------------------------------------------------------------------

@@ -106,11 +106,6 @@ def test_a_signal_is_in_the_status(start, tmp_path):
 # --- Of this machine only -------------------------------------------------------------------------
 
 
-def test_a_child_without_a_log_prints_where_we_do(capfd):
-    child = LocalChild("one", ["-c", "print('said')"], {})
-    assert child.wait(30.0) and capfd.readouterr().out == "said\n"
-
-
 def test_a_child_ends_with_its_parent(tmp_path):
     code = (
         "import os, sys, time\nfrom verifiers_rl.process.parent import die_with_parent\n"

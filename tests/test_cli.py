@@ -91,7 +91,7 @@ def test_flags_follow_from_keys_and_values():
 
 
 @pytest.mark.parametrize(
-    ("command", "kind", "table"),
+    "command, kind, table",
     [("train", RunConfig, '[env]\nid = "e"'), ("sft", SFTRunConfig, '[data]\ntrain = "a.jsonl"')],
 )
 def test_vf_train_becomes_the_launcher_of_a_rank_for_each_gpu(
@@ -224,7 +224,7 @@ def test_a_bad_flag_of_vllm_and_a_taken_port_are_one_line(vf_vllm, model_folder)
 
 
 @pytest.mark.parametrize(
-    ("cores", "num_workers", "bound"),
+    "cores, num_workers, bound",
     [([4, 7, 9], 1, "4"), ([5], 1, "5"), ([*range(8)], 2, "0,1|2,3"), ([0, 1], 2, "0|1")],
 )
 def test_on_the_cpu_the_server_leaves_half_of_the_cores_to_the_trainer(cores, num_workers, bound):

@@ -102,7 +102,7 @@ def test_a_lost_connection_an_error_or_a_busy_server_is_tried_again(outcomes):
 
 
 @pytest.mark.parametrize(
-    ("outcome", "timeout_s", "error", "num_tries"),
+    "outcome, timeout_s, error, num_tries",
     [
         ("lost", 10, openai.APIConnectionError, 2),
         ("silent", 0.2, openai.APITimeoutError, 1),
@@ -119,21 +119,6 @@ def test_what_does_not_pass_is_an_error_of_openai_with_the_servers_reason(
         handler.post(timeout_s)
     assert isinstance(outcome, str) or "because" in str(caught.value)
     assert num_tries in (len(handler.requests), None)
-
-
-def test_a_reply_keeps_the_policy_versions_of_its_own_request():
-    async def handler(request):
-        version = (await request.json())["messages"][0]["content"]
-        await asyncio.sleep(2.5 if version == "3" else 0.0)  # the first to be asked answers last
-        headers = {"X-Policy-Versions": f"0:{version}"} if version != "none" else {}
-        return web.json_response(REPLY, headers=headers)
-
-    async def run():
-        async with connected(handler) as client:
-            replies = await asyncio.gather(*(ask(client, text) for text in ("3", "4", "none")))
-            return [reply.extensions["policy_versions"] for reply in replies]
-
-    assert asyncio.run(run()) == [[(0, 3)], [(0, 4)], None]
 
 
 @pytest.mark.parametrize("by_another_task", [False, True])
@@ -296,14 +281,3 @@ def test_a_request_is_sent_though_the_one_that_it_joins_has_just_been_cancelled(
 
     play_group(server, run)
     assert [body["seed"] for body in server.bodies] == [seed_of(1)]
-
-
-def test_a_rollout_whose_server_is_lost_leaves_no_request():
-    async def run(client):
-        session = RolloutSession(0, str(client.base_url).removesuffix("/v1/"))
-        session.fail()
-        with pytest.raises(openai.APIConnectionError, match="is lost"):
-            await client.of_rollout(session).reply_to({"model": "m"}, (1, 2), is_first=True)
-        assert not client._gathered
-
-    play_group(GroupServer(), run)

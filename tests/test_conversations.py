@@ -103,7 +103,7 @@ END = 6 + len(f"<tool_call>{CALLED}</tool_call>") + 1
 
 
 @pytest.mark.parametrize(
-    ("row", "template", "samples"),
+    "row, template, samples",
     [
         # <s>user\n2+2?<e>\n: 1 + 5 + 4 + 1 + 1; <s>assistant\n: 1 + 10; thinking 19, 4, <e>
         ({"messages": chat("2+2?", "4")}, QWEN3, [(range(23, 44), 44)]),
@@ -131,7 +131,7 @@ QWEN3_CALL = f"<tool_call>\n{CALLED}\n</tool_call><|im_end|>"
 
 
 @pytest.mark.parametrize(
-    ("row", "template", "texts"),
+    "row, template, texts",
     [
         ({"messages": chat("2+2?", "4")}, QWEN3, [f"{THINKS}4<|im_end|>"]),
         (  # reasoning is kept between tool calls
@@ -174,7 +174,7 @@ BOS, EOS = SPECIAL[1][-2:]
 
 @pytest.mark.parametrize("around", [f"{BOS} $A", f"{BOS} $A {EOS}"])
 @pytest.mark.parametrize(
-    ("row", "at"),
+    "row, at",
     [
         ({"text": "abc"}, [1, 2, 3, 4]),
         ({"text": f"{BOS}abc{EOS}"}, [1, 2, 3, 4]),
@@ -261,7 +261,7 @@ def test_rows_are_cut_counted_and_left_out():
 
 
 @pytest.mark.parametrize(
-    ("rows", "problem"),
+    "rows, problem",
     [
         ([], "data some: it has no rows; look at the file and at its split"),
         (iter([]), "cannot be counted and indexed"),
@@ -286,7 +286,7 @@ def test_a_row_that_cannot_be_used_is_named(rows, problem):
 
 
 @pytest.mark.parametrize(
-    ("template", "problem"),
+    "template, problem",
     [
         (
             LLAMA.replace("assistant<|end_header_id|>", "assistant<|end_header_id|>!"),
@@ -310,7 +310,7 @@ def test_files_are_read_as_they_are(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "problem"),
+    "name, text, problem",
     [
         ("a.jsonl", '{"text": "a"}\n{', r"a.jsonl', .* line 2: no JSON"),
         ("a.parquet", "no table", "a.parquet': "),
@@ -355,7 +355,7 @@ def test_keys_that_only_other_rows_of_a_table_have_are_not_rendered():
 
 
 @pytest.mark.parametrize(
-    ("template", "end"),
+    "template, end",
     [
         (QWEN3, "<|im_end|>"),
         (LLAMA, "<|eot_id|>"),

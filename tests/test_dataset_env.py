@@ -149,7 +149,7 @@ def test_several_rewards_are_summed_by_weight_and_each_is_kept():
 
 
 @pytest.mark.parametrize(
-    ("functions", "weights", "message"),
+    "functions, weights, message",
     [
         ([exact, short], [1], r"weights=\[1\]: .* as many .* functions, \['exact', 'short'\]"),
         ([exact, short], [1, math.nan], r"weights=\[1, nan\]: must be as many numbers"),
@@ -206,7 +206,7 @@ def test_evaluations_may_have_rows_of_their_own():
 
 
 @pytest.mark.parametrize(
-    ("dataset", "message"),
+    "dataset, message",
     [
         ([], "dataset is empty"),
         ([{"question": "a"}], "row 0 has no column 'prompt', only 'question'"),
@@ -230,7 +230,7 @@ def test_a_dataset_that_cannot_be_an_environment_is_one_line(dataset, message):
 
 
 @pytest.mark.parametrize(
-    ("reward", "message"),
+    "reward, message",
     [
         (lambda completions, **row: 1, "'completions', which is no column .* mean 'completion'"),
         (lambda answer, /: 1, "'answer', which is no column that can be passed by its name"),
@@ -315,7 +315,7 @@ async def hang(request):
 
 
 @pytest.mark.parametrize(
-    ("reward", "answer", "error", "message", "roles"),
+    "reward, answer, error, message, roles",
     [
         (failing, None, RuntimeError, "not 5", ["user", "assistant"]),
         (exact, refuse, openai.NotFoundError, "trouble", ["user"]),

@@ -257,27 +257,6 @@ def test_the_tokens_route_prompts_with_these_tokens_and_refuses_others(server, t
         assert status == 401 and "wrong or missing key" in reply["error"]
 
 
-def test_packed_tokens_are_those_of_openais_form(server):
-    common = {"model": model_name(server), "temperature": 1.0, "seed": 7, "max_tokens": 30}
-    common |= {"return_token_ids": True}
-    asked = common | {"prompt": [70, 71, 72], "logprobs": 1}
-    status, expected = post(server, asked, "/v1/completions")
-    (choice,) = expected["choices"]
-    assert status == 200 and choice["prompt_token_ids"] == [70, 71, 72]
-    body = common | {"messages": [{"role": "user", "content": "."}], "logprobs": True}
-    body |= {"tokens": pack_ids([70, 71, 72])}
-    status, reply = post(server, body)
-    assert status == 200, reply
-    token_ids, logprobs = unpack_sampled(reply.pop("packed_tokens"))
-    assert token_ids.tolist() == choice["token_ids"]
-    assert logprobs.tolist() == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-4)
-    assert (reply["choices"][0]["message"]["content"] or "") == choice["text"]
-    for name in ("logprobs", "token_ids"):
-        assert not reply["choices"][0].get(name), name
-    assert not reply.get("prompt_token_ids")
-    assert reply["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"]
-
-
 @pytest.mark.parametrize("choice", [None, CALL])
 def test_replies_to_a_group_are_those_to_its_requests_one_by_one(server, choice):
     """Ids, logprobs, versions, tool calls: with the same seeds, nothing changes."""

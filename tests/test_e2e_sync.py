@@ -1,9 +1,7 @@
 """Weights from a trainer's model to the real vLLM server, checked by the logprobs it returns."""
 
 import asyncio
-import base64
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -40,7 +38,6 @@ from verifiers_rl.inference.client import (
     InferenceServerError,
     ServerLostError,
 )
-from verifiers_rl.inference.packed_tokens import pack_ids
 from verifiers_rl.models import load_policy
 from verifiers_rl.router_replay import routers_of
 from verifiers_rl.sync.weight_sync import WeightSync
@@ -73,25 +70,16 @@ def models(tmp_path_factory):
 # trainer. A test that needs other flags, or ends its server, starts one of its own and says why.
 
 
-def pytest_generate_tests(metafunc):
-    """The untied model stands for both where it makes no difference."""
-    if "full_server" in metafunc.fixturenames:
-        of_both = ("test_full_weights_arrive_exactly", "test_merged_weights_arrive_exactly")
-        is_of_both = metafunc.definition.name.startswith(of_both)
-        tied = {"untied": False} | ({"tied": True} if is_of_both else {})
-        metafunc.parametrize(
-            "full_server", [*tied.values()], indirect=True, ids=[*tied], scope="module"
-        )
-
-
 @pytest.fixture(scope="module")
-def full_server(request, models, tmp_path_factory):
-    """It schedules asynchronously, as on a GPU, and can sleep; `lora_server` does neither."""
+def full_server(models, tmp_path_factory):
+    """Of the untied model. It schedules asynchronously, as on a GPU, and can sleep; `lora_server`
+    does neither. All weights of the tied model arrive in several engines, below.
+    """
     log = tmp_path_factory.mktemp("server") / "server.log"
     flags, module = (*FLAGS, "--enable-sleep-mode"), "tests.gpu_like_server"
-    with running_server(models[request.param], log, *flags, module=module) as server:
+    with running_server(models[False], log, *flags, module=module) as server:
         assert "scheduler: AsyncScheduler" in log.read_text()
-        yield models[request.param], server
+        yield models[False], server
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +90,9 @@ def lora_server(models, tmp_path_factory):
         yield models[True], server
 
 
-@pytest.fixture(scope="module", params=[(False, False), (True, True)], ids=["full", "adapter"])
+@pytest.fixture(scope="module", params=[(True, False), (False, True)], ids=["full", "adapter"])
 def bfloat16_server(request, models, tmp_path_factory):
-    """In two halves, of the untied model for full weights, and of the tied one for adapters."""
+    """In two halves, of the tied model for full weights, and of the untied one for adapters."""
     tied, with_lora = request.param
     log = tmp_path_factory.mktemp("server") / "server.log"
     flags = (*FLAGS, "--tensor-parallel-size", "2", *(LORA if with_lora else ()))
@@ -183,7 +171,6 @@ def test_full_weights_arrive_exactly_ten_times_in_a_row(full_server, connect):
         push_to(sync, model, version)
         assert largest_difference(model, server, sync.model_name) < 1e-4, version
         assert sync.client.status()["policy_version"] == version
-    # All bytes, a tied head once: the embedding is shared.
     assert sync.plan.num_bytes == 4 * sum(p.numel() for p in model.parameters())
 
 
@@ -228,9 +215,7 @@ def test_merged_weights_arrive_exactly(full_server, connect, with_whole_modules)
     folder, server = full_server
     options = {"r": 4, "target_modules": ["q_proj", "down_proj"], "use_rslora": True}
     if with_whole_modules:
-        tied = load(folder).config.tie_word_embeddings
-        # peft unties a head that it trains a copy of
-        options["modules_to_save"] = ["norm" if tied else "lm_head"]
+        options["modules_to_save"] = ["lm_head"]
     lora_sync = "adapter" if with_whole_modules else "merged"  # vLLM takes no whole modules
     model = get_peft_model(load(folder), LoraConfig(**options))
     sync = connect(server, lora_sync=lora_sync)
@@ -254,8 +239,6 @@ def test_weights_arrive_in_both_halves_of_a_bfloat16_server(bfloat16_server, con
             assert largest_difference(old, server, sync.model_name) > 0.25
         sent = [p for p in new.parameters() if p.requires_grad] if kind == "adapter" else None
         assert sync.plan.num_bytes == 2 * sum(p.numel() for p in sent or old.parameters())
-        if kind == "adapter":
-            check_a_killed_trainer(kind, folder, server, connect, tolerance=0.05)
 
 
 @pytest.mark.parametrize("kind", ["full", "adapter"])
@@ -263,18 +246,19 @@ def test_weights_arrive_in_both_data_parallel_engines(models, connect, tmp_path,
     """Both servers end in the test: one by a worker that is killed in a push, one as a whole."""
     flags = (*FLAGS, "--data-parallel-size", "2")
     flags += LORA if kind == "adapter" else ()
-    with running_server(models[False], tmp_path / "server.log", *flags) as server:
+    folder = models[kind == "full"]
+    with running_server(folder, tmp_path / "server.log", *flags) as server:
         sync = connect(server)
         assert sync.client.status()["world_size"] == 2
-        model = policy(models[False], kind)
+        model = policy(folder, kind)
         for version in range(2):
             perturb(model, seed=version)
             push_to(sync, model, version)
             for engine in range(2):
                 assert largest_difference(model, server, sync.model_name, engine) < 1e-4, engine
         if kind == "adapter":
-            check_tokens_on_both_sides(kind, models[False], server, connect, num_requests=2)
-            check_a_killed_trainer(kind, models[False], server, connect)
+            check_tokens_on_both_sides(kind, folder, server, connect, num_requests=2)
+            check_a_killed_trainer(kind, folder, server, connect)
             # Killed, it leaves nothing: engines, workers, and what coordinates them.
             assert len(group_of(server)) >= 6  # server, coordinator, two engines, two workers
             server.process.kill()
@@ -402,7 +386,7 @@ def test_a_run_with_router_replay_computes_the_logprobs_that_the_server_sampled_
 
 
 @pytest.mark.parametrize(
-    ("experts", "kind"), [(False, "adapter"), (True, "full")], ids=["dense", "experts"]
+    "experts, kind", [(False, "adapter"), (True, "full")], ids=["dense", "experts"]
 )
 def test_qwen3_5_arrives_where_its_checkpoint_has_a_vision_tower(connect, tmp_path, experts, kind):
     folder = tmp_path / "model"
@@ -575,61 +559,6 @@ def check_tokens_on_both_sides(kind, folder, server, connect, num_requests=1):
     assert largest_difference(models[1], server, sync.model_name) < 1e-4
 
 
-def test_every_way_to_generate_is_cut_where_a_push_meets_it(full_server, connect):
-    folder, server = full_server
-    model, sync = load(folder), connect(server)
-    chat = {
-        "model": sync.client.status()["served_model_name"],
-        "messages": [{"role": "user", "content": "a"}],
-    }
-    chat |= {"max_tokens": 80, "ignore_eos": True}
-    plain = {**chat, "prompt": "a"}
-    plain.pop("messages")
-    bodies = [
-        ("/v1/completions", plain),
-        ("/v1/chat/completions", chat),
-        ("/v1/chat/completions/tokens", {**chat, "tokens": pack_ids(PROMPT[:40])}),
-        ("/v1/completions", {**plain, "n": 2}),  # a header cannot say of which it speaks
-    ]
-
-    async def ask_all(version):
-        async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
-            asking = [
-                asyncio.ensure_future(http.post(server.url + path, json=body))
-                for path, body in bodies
-            ]
-            await asyncio.sleep(0.05 + 0.02 * version)
-            await asyncio.to_thread(push_to, sync, model, version)
-            return await asyncio.gather(*asking)
-
-    push_to(sync, model, 0)
-    for version in range(1, 20):  # until a push falls into the middle of all
-        replies = asyncio.run(ask_all(version))
-        assert [reply.status_code for reply in replies] == [200] * len(bodies), replies
-        assert len(replies[-1].json()["choices"]) == 2
-        *spans, of_several = [reply.headers.get("x-policy-versions") for reply in replies]
-        assert of_several is None
-        if all(re.fullmatch(rf"0:{version - 1},[1-9]\d?:{version}", span) for span in spans):
-            return
-    pytest.fail(f"no push met all of them: {spans}")
-
-
-def test_a_prefix_cached_in_flight_serves_no_later_version(full_server, connect):
-    folder, server = full_server
-    model, sync = load(folder), connect(server)
-    push_to(sync, model, 0)
-    completion(server, sync.model_name, max_tokens=1)  # PROMPT is cached under version 0
-    # Long requests hold blocks of the cache, which therefore cannot be emptied.
-    running = [LongRequest(server, sync.model_name) for _ in range(4)]
-    time.sleep(0.05)
-    for version in (1, 2):
-        perturb(model, seed=version)
-        push_to(sync, model, version)
-        assert largest_difference(model, server, sync.model_name) < 1e-4, version
-    for request in running:
-        request.join(60)
-
-
 # --- A server that sleeps -----------------------------------------------------------------------
 
 
@@ -661,52 +590,6 @@ def test_requests_of_a_server_that_sleeps_wait_and_go_on_under_the_weights_of_th
     # Its keys and values are computed anew, of the new weights.
     np.testing.assert_allclose(logprobs, expected, atol=1e-4)
     assert largest_difference(new, server, sync.model_name) < 1e-4
-
-
-ASLEEP = """
-import sys, time
-from tests.helpers import push_to
-from tests.test_e2e_sync import policy
-from verifiers_rl.inference.client import InferenceClient
-from verifiers_rl.sync.weight_sync import WeightSync
-
-folder, port, phase = sys.argv[1:]
-sync = WeightSync(InferenceClient("127.0.0.1", int(port)), timeout_s=60)
-push_to(sync, policy(folder, "full"), 7)
-print("pushed", flush=True)
-sync.sleep()
-if phase == "pushes":
-    sync.begin_push(8)  # which wakes the server, and waits for weights
-print("asleep", flush=True)
-time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize("phase", ["falls asleep", "sleeps", "pushes"])
-def test_a_server_wakes_and_serves_when_its_trainer_is_killed(full_server, connect, phase):
-    folder, server = full_server
-    connect.leave()
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", ASLEEP, str(folder), str(server.port), phase],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-    try:
-        assert trainer.stdout.readline() == "pushed\n"
-        if phase != "falls asleep":
-            assert trainer.stdout.readline() == "asleep\n"
-    finally:
-        trainer.kill()
-        trainer.wait()
-        trainer.stdout.close()
-    sync, model = connect(server), load(folder)
-    left = LongRequest(server, sync.client.status()["served_model_name"], max_tokens=4)
-    left.join(30)
-    assert left.reply.headers["x-policy-versions"] == "0:7"
-    perturb(model, seed=2)
-    push_to(sync, model, 0)
-    assert largest_difference(model, server, sync.model_name) < 1e-4
 
 
 # --- Trainers come and go -----------------------------------------------------------------------
@@ -745,11 +628,7 @@ def test_a_trainer_killed_in_a_full_push_leaves_a_server_for_the_next_one(full_s
     check_a_killed_trainer("full", *full_server, connect)
 
 
-def test_a_trainer_killed_in_an_adapter_push_leaves_a_server_too(lora_server, connect):
-    check_a_killed_trainer("adapter", *lora_server, connect)
-
-
-def check_a_killed_trainer(kind, folder, server, connect, tolerance=1e-4):
+def check_a_killed_trainer(kind, folder, server, connect):
     connect.leave()
     killed = subprocess.run(
         [sys.executable, "-c", KILLED_IN_A_PUSH, str(folder), str(server.port), kind],
@@ -765,33 +644,9 @@ def check_a_killed_trainer(kind, folder, server, connect, tolerance=1e-4):
     start = time.monotonic()
     push_to(sync, model, 0)
     assert time.monotonic() - start < 30
-    assert largest_difference(model, server, sync.model_name) < tolerance
+    assert largest_difference(model, server, sync.model_name) < 1e-4
     assert sync.client.status()["policy_version"] == 0
     sync.check_server()
-
-
-def test_a_trainer_that_leaves_while_nccl_connects_leaves_a_server_for_the_next_one(
-    full_server, connect
-):
-    folder, server = full_server
-    model, sync = load(folder), connect(server)
-    push_to(sync, model, 0)
-    fields = {"nccl_id": base64.b64encode(bytes(128)).decode()}
-    fields |= {
-        "timeout_s": 60.0,
-        "plan": sync.plan.model_dump(),
-        "trainer": sync._trainer,
-        "name": "",
-    }
-    # This server has no GPU, so its workers fail at once.
-    with pytest.raises(InferenceServerError, match="NCCL failed"):
-        request = sync.client.post("/weight_sync/connect", fields, 60.0).begin()
-        request.answer(stays_open=True)
-    completion(server, sync.model_name, max_tokens=4)
-    perturb(model, seed=1)
-    later = connect(server)
-    push_to(later, model, 1)
-    assert largest_difference(model, server, later.model_name) < 1e-4
 
 
 def check_a_killed_worker(model, sync, server):

@@ -11,7 +11,6 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from transformers import TrainerCallback
 
 from tests.conftest import Started, free_port, processes_of, running_server
 from tests.helpers import (
@@ -125,69 +124,6 @@ def test_a_deterministic_run_samples_the_same_tokens_again_in_other_processes(ma
     # Not all: which requests run together changes the last bits of logits.
     assert equal_share(first, sample(deterministic=True, env_workers=1)) > 0.9
     assert equal_share(first, sample(env_workers=0)) < 0.5
-
-
-# It dies when the first buckets of its push of version 3 have left, and others have not.
-KILLED_TRAINER = """
-import json, os, signal, sys
-from tests.helpers import at_bucket, example_env
-from tests.test_e2e_train import Examples
-from verifiers_rl import RLConfig, RLTrainer
-
-trainer = RLTrainer(sys.argv[1], example_env(), RLConfig(**json.loads(sys.argv[2])))
-examples = Examples(trainer)
-pool = trainer.weight_sync
-sync, push = pool.replicas[0].sync, pool.push
-sync.bucket_bytes = 50_000
-
-def die():
-    print("trained on", json.dumps(examples.of_steps), flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-def watched_push(model, policy_version):
-    if policy_version == 3:
-        at_bucket(sync, 3, die)
-    return push(model, policy_version)
-
-pool.push = watched_push
-trainer.train()
-"""
-
-
-class Examples(TrainerCallback):
-    """Which examples each step was trained on."""
-
-    def __init__(self, trainer):
-        self.trainer, self.of_steps = trainer, []
-        trainer.add_callback(self)
-
-    def on_step_end(self, args, state, control, **_):
-        self.of_steps.append(sorted({r.example_id for r in self.trainer.batch.rollouts}))
-
-
-def test_a_trainer_killed_in_a_push_goes_on_with_the_same_server(server, warm_start, tmp_path):
-    options = options_of(
-        server, tmp_path, batch_size=32, rollouts_per_example=8, max_steps=6, save_steps=1,
-        save_strategy="steps", vllm_server_timeout=30.0,
-    )  # fmt: skip
-    killed = run_python(
-        "-c", KILLED_TRAINER, warm_start, json.dumps(options), status=-signal.SIGKILL
-    )
-    (line,) = [line for line in killed.stdout.splitlines() if line.startswith("trained on ")]
-    before = json.loads(line.removeprefix("trained on "))
-    assert len(before) == 3 and server.process.poll() is None
-    trainer = RLTrainer(str(warm_start), example_env(), RLConfig(**options))
-    after = Examples(trainer)
-    trainer.train(resume_from_checkpoint=True)
-    assert history(trainer, "policy_version") == [0, 0, 1, 3, 3, 4]
-    # What the server had of the adapter was replaced: its first batch is of the very weights.
-    assert history(trainer, "mismatch_kl")[3] < 1e-6
-    num_groups = 32 // 8
-    order = trainer.orchestrator.example_order
-    sizes = trainer.orchestrator.env.sizes("train")
-    steps = [range(step * num_groups, (step + 1) * num_groups) for step in range(6)]
-    expected = [sorted(order(positions, sizes)) for positions in steps]
-    assert before + after.of_steps == expected
 
 
 def test_an_environment_that_fails_in_every_rollout_ends_vf_train_with_status_1(

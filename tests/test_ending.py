@@ -17,7 +17,7 @@ from verifiers_rl.process.interrupts import Interrupted
 
 
 @pytest.mark.parametrize(
-    ("when", "number", "rank", "said"),
+    "when, number, rank, said",
     [
         ("train", signal.SIGINT, "0", []),  # the trainer has said the rest
         ("train", signal.SIGTERM, "0", []),

@@ -43,7 +43,6 @@ from verifiers_rl.envs.base import (
 )
 from verifiers_rl.envs.make import make_runner
 from verifiers_rl.envs.workers import (
-    Outbox,
     WorkerEnvironment,
     WorkerError,
     WorkerPool,
@@ -53,7 +52,6 @@ from verifiers_rl.envs.workers import (
     receive,
     unpack_group,
 )
-from verifiers_rl.orchestrator import Orchestrator
 from verifiers_rl.process.loop_thread import contain_tasks
 from verifiers_rl.requests import Places, Progress
 from verifiers_rl.types import Rollout, Sample
@@ -359,16 +357,6 @@ def test_rewards_that_end_the_process_or_the_task_cost_their_own_rollouts(
     assert "another one is started" not in caplog.text
 
 
-def test_a_task_that_outlives_its_loop_ends_without_an_error():
-    loop = asyncio.new_event_loop()
-    contain_tasks(loop)
-    task = loop.create_task(asyncio.sleep(60))
-    loop.run_until_complete(asyncio.sleep(0))
-    loop.close()
-    task._log_destroy_pending = False
-    task.get_coro().close()  # as Python does with what nobody needs
-
-
 SCRIPT = """
 import asyncio, os, sys
 import verifiers.v1 as vf
@@ -488,23 +476,10 @@ def test_a_rollout_in_a_worker_holds_one_place_of_the_run(tmp_path):
     assert progress.num_done == 2
 
 
-@pytest.mark.parametrize(("num_cores", "expected"), [(1, 1), (8, 2), (256, 8)])
+@pytest.mark.parametrize("num_cores, expected", [(1, 1), (8, 2), (256, 8)])
 def test_auto_takes_a_quarter_of_the_cores(monkeypatch, num_cores, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(num_cores))
     assert count_workers("auto") == expected and count_workers(3) == 3
-
-
-def test_stopping_the_orchestrator_ends_its_workers(tmp_path):
-    pool = WorkerPool(2, 60.0)
-    env = WorkerEnvironment(TroubledEnv(tmp_path), pool)
-    args = RLConfig(output_dir=str(tmp_path), use_cpu=True, batch_size=4, rollouts_per_example=2)
-    orchestrator = Orchestrator(env, args, lambda: None)
-    orchestrator.start()
-    running = pids(pool)
-    assert all(map(is_running, running))
-    orchestrator.submit(0, "m", 0)
-    orchestrator.stop()
-    assert not any(map(is_running, running))
 
 
 def test_only_what_the_script_defines_needs_the_script(monkeypatch):
@@ -531,21 +506,3 @@ def test_a_script_that_multiprocessing_does_not_import_is_not_portable(tmp_path)
         check_importable(types.SimpleNamespace(__file__=str(tmp_path / "train.py"), __spec__=spec))
     with pytest.raises(NotPortableError, match="an interactive session"):
         check_importable(types.SimpleNamespace())
-
-
-def test_messages_of_one_turn_of_the_loop_are_one_write():
-    """Each write gives the interpreter's lock away, which a trainer that computes holds long."""
-    writes = []
-
-    async def send():
-        outbox = Outbox(types.SimpleNamespace(write=writes.append))
-        for number in range(3):
-            outbox.send({"n": number})
-        assert not writes
-        await asyncio.sleep(0)
-        outbox.send({"n": 3}, b"content")
-        await asyncio.sleep(0)
-
-    asyncio.run(send())
-    sent = [frame({"n": number}) for number in range(3)]
-    assert writes == [b"".join(map(b"".join, sent)), b"".join(frame({"n": 3}, b"content"))]

@@ -1,32 +1,18 @@
 """What both kinds of environments share."""
 
-import asyncio
 import math
 import sys
 from types import SimpleNamespace
 
 import pytest
 
-from tests.helpers import StubRunner, make_request, make_samples, only_runner
+from tests.helpers import StubRunner, make_samples, only_runner
 from verifiers_rl import RLConfig, WeightedEnv, env_from
 from verifiers_rl.cli.config import EnvTable
-from verifiers_rl.envs.base import InvalidEnvironmentError, versions_of_tokens
+from verifiers_rl.envs.base import InvalidEnvironmentError
 from verifiers_rl.envs.make import Environments, Part, make_runner
 from verifiers_rl.report.means import batch_metrics, evaluation_metrics
 from verifiers_rl.types import Rollout
-
-
-@pytest.mark.parametrize(
-    ("spans", "num_tokens", "versions"),
-    [
-        ([(0, 5)], 3, [5, 5, 5]),
-        ([(0, 5), (1, 6), (3, 8)], 4, [5, 6, 6, 8]),
-        ([(0, 5), (4, 6)], 3, [5, 5, 5]),  # the last tokens were cut off
-        ([(0, 5)], 0, []),
-    ],
-)
-def test_spans_give_each_token_its_version(spans, num_tokens, versions):
-    assert versions_of_tokens(spans, num_tokens).tolist() == versions
 
 
 def scored(env, reward, score=None):
@@ -88,44 +74,8 @@ def test_a_runner_of_ones_own_is_run_as_it_is():
         make_runner(own, "http://unused", None, args)
 
 
-def test_an_environment_may_be_for_training_or_for_evaluations_only():
-    class Named(StubRunner):
-        async def run_group(self, request):
-            asked = request.split, request.index, request.sampling_args["top_p"]
-            return [Rollout(0, f"{self.name}: {asked}")]
-
-    def part(name, sampling=None, **options):
-        runner = Named()
-        runner.name = f"{name} for {options.get('only', 'both')}"
-        return Part(WeightedEnv(runner, name, **options), runner, sampling or {})
-
-    mixed = Environments(
-        [
-            part("held out", only="eval", eval_examples=3),
-            part("a", {"train": {"top_p": 0.5}}, weight=2.0),
-            part("b", only="train"),
-            part("b", only="eval"),  # the same name, but never beside the other
-        ]
-    )
-    # Those that a stub has: 10 to train on, 4 to evaluate on.
-    assert mixed.sizes("train") == [10, 10] and mixed.sizes("eval") == [3, 4, 4]
-    assert mixed.weights == [2.0, 1.0]
-    found = []
-    for split, index in (("train", 0), ("train", 12), ("eval", 2), ("eval", 3), ("eval", 10)):
-        request = make_request(index, split=split, sampling_args={"top_p": 1.0})
-        (rollout,) = asyncio.run(mixed.run_group(request))
-        found.append((rollout.env, rollout.example_id, rollout.prompt))
-    assert found == [
-        ("a", 0, "a for both: ('train', 0, 0.5)"),
-        ("b", 2, "b for train: ('train', 2, 1.0)"),
-        ("held out", 2, "held out for eval: ('eval', 2, 1.0)"),
-        ("a", 0, "a for both: ('eval', 0, 1.0)"),
-        ("b", 3, "b for eval: ('eval', 3, 1.0)"),
-    ]
-
-
 @pytest.mark.parametrize(
-    ("parts", "said"),
+    "parts, said",
     [
         ([("a", {"only": "eval"})], "no environment is for training"),
         ([("a", {}), ("a", {"only": "eval"})], "two environments are named 'a'"),

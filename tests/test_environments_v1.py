@@ -28,7 +28,7 @@ from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
 from verifiers_rl.envs.make import make_runner
 from verifiers_rl.envs.records import text_of
 from verifiers_rl.envs.v1 import V1Environment, samples_from_trace
-from verifiers_rl.envs.v1_client import AssistantMessage, biased_options
+from verifiers_rl.envs.v1_client import AssistantMessage
 from verifiers_rl.envs.v1_loading import load_v1_environment
 from verifiers_rl.envs.workers import pack_group, unpack_group
 from verifiers_rl.inference.packed_tokens import pack_sampled, unpack_ids
@@ -396,7 +396,7 @@ def test_an_empty_reply_is_trained_on(play, tokenizer):
     assert [tokens for _, tokens in requests] == [[tokenizer.eos_token_id]] * 3
 
 
-@pytest.mark.parametrize(("text", "num_samples"), [("x?yx?", 1), ("<think>hm", 1), ("</think>", 3)])
+@pytest.mark.parametrize("text, num_samples", [("x?yx?", 1), ("<think>hm", 1), ("</think>", 3)])
 def test_after_a_cut_reply_the_prompt_is_rendered_anew(play, tokenizer, text, num_samples):
     """The template then ends the reply, or rewrites it, which starts a sample."""
     limit = len(tokenizer(text, add_special_tokens=False).input_ids)
@@ -601,19 +601,6 @@ def test_sampling_that_biases_logprobs_is_warned_of_once(play, caplog):
         "min_p=0.1", "top_k=5", "top_p=0.5",
     ]  # fmt: skip
     assert all("the agent 'writer'" in line and "watch mismatch_kl" in line for line in said)
-
-
-@pytest.mark.parametrize(
-    ("body", "warns"),
-    [
-        ({"response_format": {"type": "json_object"}}, True),
-        ({"logit_bias": {"5": 1.0}}, True),
-        ({"response_format": {"type": "text"}, "tool_choice": "auto", "top_p": 1.0}, False),
-        ({"stop": ["x"], "seed": 3, "logit_bias": {}, "top_p": None}, False),
-    ],
-)
-def test_what_a_harness_asks_for_is_warned_of_too(body, warns):
-    assert len(biased_options(body, {"temperature": 0.7, "top_p": 1.0})) == warns
 
 
 # --- Tasks ----------------------------------------------------------------------------------------

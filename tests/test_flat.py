@@ -171,7 +171,7 @@ NO_PENALTY = {"kl_beta": 0.0, "kl_target": None}
 
 
 @pytest.mark.parametrize(
-    ("text", "ours"),
+    "text, ours",
     [
         ("[lora]\nenabled = false", "use_lora = false"),
         ("[lora]\nrank = 4\nalpha = 8", "lora_rank = 4\nlora_alpha = 8"),
@@ -248,7 +248,7 @@ report_to = ["tensorboard", "wandb"]
 
 
 @pytest.mark.parametrize(
-    ("words", "changed"),
+    "words, changed",
     [
         ("--eval.num_examples 20", "eval_examples = 20"),
         ("--eval.interval 5", "eval_steps = 5"),

@@ -108,7 +108,7 @@ def test_an_endpoint_that_refuses_all_requests_is_named_and_fails(
 
 
 @pytest.mark.parametrize(
-    ("words", "problem"),
+    "words, problem",
     [
         ("-o held.jsonl", "holds held.jsonl already; choose another"),
         ("-o new.txt", "-o new.txt: must end in .jsonl"),
@@ -234,7 +234,7 @@ def test_a_full_disk_is_named_and_half_a_character_of_a_model_ends_nothing(tmp_p
     assert json.loads(first) == {"text": "?" + "y" * 60}
 
 
-@pytest.mark.parametrize(("failing", "num_played"), [(500, 10), (9, 500)])
+@pytest.mark.parametrize("failing, num_played", [(500, 10), (9, 500)])
 def test_if_the_first_rollouts_all_fail_the_others_are_not_tried(failing, num_played):
     played = []
 

@@ -45,15 +45,6 @@ def test_a_sighup_that_nohup_has_switched_off_stays_off(monkeypatch):
     assert handlers[signal.SIGHUP] == "ours"
 
 
-def test_a_signal_that_nothing_raises_ends_the_run_when_it_is_done():
-    by_sigterm = pytest.raises(Interrupted, match="interrupted by SIGTERM")
-    with by_sigterm, Interrupts().handled(None, says=False):
-        kill(signal.SIGTERM)
-    with pytest.raises(ValueError, match="its own"), Interrupts().handled(None, says=False):
-        kill(signal.SIGTERM)
-        raise ValueError("its own error")
-
-
 def test_a_wait_ends_with_a_signal():
     raise_if_interrupted()  # without a run
     with pytest.raises(Interrupted), Interrupts().handled(None, says=False):
@@ -124,39 +115,3 @@ def test_a_second_signal_ends_a_process_at_once_also_while_it_is_in_c():
     finally:
         process.kill()
         process.communicate()
-
-
-class OtherRanks:
-    """Ranks that each got the signals of `numbers`, one for each agreement."""
-
-    def __init__(self, *numbers):
-        self.numbers, self.told = list(numbers), []
-
-    def begin_max(self, number):
-        largest = max(number, self.numbers.pop(0))
-        self.told.append(("begun", number))
-        return lambda: self.told.append(("awaited", largest)) or largest
-
-    def barrier(self, what, deadline_s):
-        self.told.append((what, deadline_s))
-
-
-def test_all_ranks_end_at_the_same_check():
-    ranks, interrupts = OtherRanks(0, 0, 15), Interrupts()
-    with pytest.raises(Interrupted, match="SIGTERM"), interrupts.handled(ranks, says=True):
-        interrupts.check_all(waits=True)
-        interrupts.check_all(waits=False)
-        assert ranks.told == [("begun", 0), ("awaited", 0), ("begun", 0)]
-        interrupts.check_all(waits=False)  # in which another rank has a signal
-        interrupts.check_all(waits=False)
-    expected = [("awaited", 0), ("begun", 0), ("awaited", 15), ("all ranks to end", module.EXIT_S)]
-    assert ranks.told[3:] == expected
-
-
-def test_a_signal_of_ones_own_is_told_to_the_other_ranks_first():
-    ranks, interrupts = OtherRanks(0, 0), Interrupts()
-    with pytest.raises(Interrupted, match="SIGINT"), interrupts.handled(ranks, says=False):
-        kill(signal.SIGINT)
-        interrupts.check_all(waits=False)
-        assert ranks.told == [("begun", signal.SIGINT)]
-        interrupts.check_all(waits=False)

@@ -1,5 +1,6 @@
 import math
 import re
+import tomllib
 from functools import partial
 
 import pytest
@@ -10,18 +11,14 @@ from verifiers_rl.config import RLConfig
 from verifiers_rl.losses import (
     LOSSES,
     MASKS,
-    AdaptiveKL,
     LossInputs,
     LossOutputs,
     add_terms,
     bind_options,
     cispo,
-    entropy_bonus,
     needs,
     needs_of,
-    reference_kl,
     reinforce,
-    weigh_samples,
     with_masks,
 )
 from verifiers_rl.types import Rollout
@@ -53,82 +50,19 @@ def log(*values):
 # --- Losses ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "inputs", "loss", "gradient", "marked"),
-    [
-        # Ratios 2 and 8, the second capped at 5. It keeps its gradient: the ratio is detached.
-        (
-            "cispo",
-            {"eps_high": 4.0},
-            ([0.5, 0.8], [0.25, 0.1], [1.0, -0.5]),
-            -(2 * math.log(0.5) - 2.5 * math.log(0.8)),
-            [-2.0, 2.5],
-            [0, 1],
-        ),
-        # CISPO with a cap of two. Ratios 1.5 and 5.
-        (
-            "truncated_is",
-            {},
-            ([0.6, 0.5], [0.4, 0.1], [1.0, -1.0]),
-            -(1.5 * math.log(0.6) - 2 * math.log(0.5)),
-            [-1.5, 2.0],
-            [0, 1],
-        ),
-        # Ratios 2, 2, 0.5, 0.5, 1.1. Where the clip is not active, the gradient is - r A.
-        (
-            "ppo",
-            {"eps_low": 0.2, "eps_high": 0.3},
-            ([0.8, 0.8, 0.2, 0.2, 0.55], [0.4, 0.4, 0.4, 0.4, 0.5], [1.0, -1.0, 1.0, -1.0, 2.0]),
-            -(1.3 - 2.0 + 0.5 - 0.8 + 2.2),
-            [0.0, 2.0, -0.5, 0.0, -2.2],
-            [1, 0, 0, 1, 0],
-        ),
-        (
-            "reinforce",
-            {},
-            ([0.8, 0.5], [0.4, 0.1], [1.0, -3.0]),
-            -(math.log(0.8) - 3 * math.log(0.5)),
-            [-1.0, 3.0],
-            None,
-        ),
-        # Ratios 2, 5, 0.25, 0.5.
-        (
-            "icepop",
-            {"min_ratio": 0.4, "max_ratio": 4.0},
-            ([0.8, 0.5, 0.1, 0.2], [0.4, 0.1, 0.4, 0.4], [1.0, 1.0, 1.0, -1.0]),
-            -(2 * math.log(0.8) - 0.5 * math.log(0.2)),
-            [-2.0, 0.0, 0.0, 0.5],
-            [0, 1, 1, 0],
-        ),
-        # Moved by 0.4, 0.4, 0.09 (though the ratio is 10), 0.3, 0.3; ratios 2, 2, 10, 0.25, 0.25.
-        (
-            "dppo",
-            {"max_divergence": 0.2},
-            ([0.8, 0.8, 0.1, 0.1, 0.1], [0.4, 0.4, 0.01, 0.4, 0.4], [1.0, -1.0, 1.0, -1.0, 1.0]),
-            -(-2.0 + 10.0 + 0.25),
-            [0.0, 2.0, -10.0, 0.0, -0.25],
-            [1, 0, 0, 1, 0],
-        ),
-        # Sequence 0: ratios 4 and 1, geometric mean 2. Sequence 1: 1.1 alone. A < 0 takes the
-        # larger of 2 and 1.05; A > 0 the smaller of 1.1 and 1.05. Each token of sequence 0 moves s
-        # by s / 2, and s stands in two terms.
-        (
-            "gspo",
-            {"eps_low": 0.2, "eps_high": 0.05},
-            ([0.8, 0.5, 0.55], [0.2, 0.5, 0.5], [-1.0, -1.0, 1.0], [0, 0, 1]),
-            2 * 2.0 - 1.05,
-            [2.0, 2.0, 0.0],
-            [0, 0, 1],
-        ),
-    ],
-)
-def test_losses_equal_those_worked_out_by_hand(name, options, inputs, loss, gradient, marked):
-    inputs = make_inputs(*inputs)
-    outputs = LOSSES[name](inputs, **options)
+BY_HAND = tomllib.loads((ROOT / "tests" / "losses_by_hand.txt").read_text())
+
+
+@pytest.mark.parametrize("case", BY_HAND["loss"], ids=lambda case: case["name"])
+def test_losses_equal_those_worked_out_by_hand(case):
+    names = ("trainer", "inference", "advantages", "sequence_ids")
+    inputs = make_inputs(*(case[name] for name in names if name in case))
+    outputs = LOSSES[case["name"]](inputs, **case["options"])
     outputs.loss.backward()
-    assert outputs.loss.item() == pytest.approx(loss, rel=1e-12)
-    assert inputs.trainer_logprobs.grad.tolist() == pytest.approx(gradient, rel=1e-12)
-    assert [share.tolist() for share in outputs.metrics.values()] == ([marked] if marked else [])
+    assert outputs.loss.item() == pytest.approx(case["loss"], rel=1e-12)
+    assert inputs.trainer_logprobs.grad.tolist() == pytest.approx(case["gradient"], rel=1e-12)
+    marked = [case["marked"]] if case["marked"] else []
+    assert [share.tolist() for share in outputs.metrics.values()] == marked
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -145,16 +79,6 @@ def test_every_loss_has_defaults_weights_and_no_gradient_at_an_advantage_of_zero
     assert "nonzero_advantages" in needs_of(LOSSES[name])
 
 
-def test_weights_of_samples():
-    assert weigh_samples([2, 3], [0, 1], "token", 64) == ([1.0, 1.0], 5)
-    assert weigh_samples([2, 4, 0], [0, 1, 2], "sequence", 64) == ([0.5, 0.25, 1.0], 2)
-    # A rollout in two samples counts once.
-    assert weigh_samples([2, 4, 6], [0, 1, 1], "sequence", 64) == ([0.5, 0.1, 0.1], 2)
-    assert weigh_samples([2, 3], [0, 1], "constant", 64) == ([1.0, 1.0], 64)
-    for how in ("token", "sequence"):
-        assert weigh_samples([0], [0], how, 64) == ([1.0], 1)  # no division by zero
-
-
 # --- Masks ----------------------------------------------------------------------------------------
 
 # Ratios 2, 2, 12, 0.25, 0.98; moved by 0.4, 0.4, 0.11, 0.3, 0.01.
@@ -163,29 +87,14 @@ TOKENS = [0.8, 0.8, 0.12, 0.1, 0.49], [0.4, 0.4, 0.01, 0.4, 0.5], [1.0, -1.0, 1.
 SEQUENCES = [0.2, 0.05, 0.12, 0.12, 0.12], [0.1] * 5, [1.0] * 5, [0, 0, 1, 1, 1]
 
 
-@pytest.mark.parametrize(
-    ("name", "bounds", "inputs", "marked"),
-    [
-        ("ratio", (0.5, 5.0), TOKENS, [2, 3]),
-        ("ppo", (0.2, 0.28), TOKENS, [0, 2, 3]),
-        ("ipo", (0.2,), TOKENS, [0, 1, 3]),
-        ("dppo", (0.2,), TOKENS, [0, 3]),
-        ("dppo", (0.06,), TOKENS, [0, 2, 3]),
-        ("sequence_mean", (0.9, 1.1), SEQUENCES, [2, 3, 4]),
-        ("sequence_mean", (1.1, 1.8), SEQUENCES, [0, 1]),
-        ("sequence_product", (0.9, 1.3), SEQUENCES, [2, 3, 4]),
-        ("sequence_product", (1.1, 1.8), SEQUENCES, [0, 1]),
-    ],
-)
-def test_masks_mark_the_tokens_worked_out_by_hand(name, bounds, inputs, marked):
-    names = {
-        "ppo": ("eps_low", "eps_high"),
-        "ipo": ("max_divergence",),
-        "dppo": ("max_divergence",),
-    }
-    options = zip(names.get(name, ("min_ratio", "max_ratio")), bounds, strict=True)
-    mask = bind_options(MASKS[name], name, dict(options))(make_inputs(*inputs))
-    assert mask.nonzero().flatten().tolist() == marked
+INPUTS = {"tokens": TOKENS, "sequences": SEQUENCES}
+
+
+@pytest.mark.parametrize("case", BY_HAND["mask"], ids=lambda case: case["name"])
+def test_masks_mark_the_tokens_worked_out_by_hand(case):
+    mask = bind_options(MASKS[case["name"]], case["name"], case["options"])
+    marked = mask(make_inputs(*INPUTS[case["inputs"]])).nonzero()
+    assert marked.flatten().tolist() == case["marked"]
 
 
 def test_several_masks_add_up_and_terms_are_not_masked():
@@ -206,7 +115,7 @@ BY_DEFAULT, OF_IPO = [0, 2, 3], [0, 1, 3]
 
 
 @pytest.mark.parametrize(
-    ("loss_fn", "options", "masked"),
+    "loss_fn, options, masked",
     [
         (None, {}, BY_DEFAULT),
         (None, {"gradient_masks": {"dppo": {"max_divergence": 0.05}}}, BY_DEFAULT),
@@ -224,7 +133,7 @@ def test_cispo_has_a_mask_by_default_and_other_losses_have_none(loss_fn, options
 
 
 @pytest.mark.parametrize(
-    ("mask", "message"),
+    "mask, message",
     [
         (lambda inputs: inputs.weights, "the mask 'own' returned torch.float64; expected a tensor"),
         (lambda inputs: [True], "the mask 'own' returned list; expected a tensor of bool"),
@@ -237,57 +146,6 @@ def test_a_mask_of_another_shape_or_type_is_refused(mask, message):
 
 
 # --- Terms ----------------------------------------------------------------------------------------
-
-
-def test_reference_kl_is_zero_at_the_reference_and_pulls_towards_it():
-    options = {"weights": [1.0, 2.0], "reference_logprobs": [0.5, 0.25]}
-    inputs = make_inputs([0.5] * 2, [0.5] * 2, [5.0, 5.0], **options)
-    outputs = reference_kl(inputs, beta=0.1)
-    kl = [0.0, 0.5 - 1 + math.log(2)]
-    assert outputs.metrics["reference_kl"].tolist() == pytest.approx(kl)
-    assert outputs.loss.item() == pytest.approx(0.1 * 2 * kl[1])
-    outputs.loss.backward()
-    assert inputs.trainer_logprobs.grad.tolist() == pytest.approx([0.0, 0.1 * 2 * (1 - 0.5)])
-
-
-def test_the_weight_of_the_kl_follows_the_target_by_hand():
-    term, expected = AdaptiveKL(beta=0.1, target=0.5), 0.1
-    # 10 % above: 1 + 0.1 * 0.1; an error beyond 0.2 is cut; without a loss token nothing moves.
-    for means, factor in (
-        ({"reference_kl": 0.55}, 1.01),
-        ({"reference_kl": 5.0}, 1.02),
-        ({"reference_kl": 0.45}, 0.99),
-        ({"reference_kl": 0.0}, 0.98),
-        ({}, 1.0),
-    ):
-        term.update(means)
-        expected *= factor
-        assert term.beta == pytest.approx(expected)
-    outputs = term(make_inputs([0.4], [0.4], [0.0], reference_logprobs=[0.2]))
-    assert outputs.loss.item() == pytest.approx(expected * (0.5 - 1 + math.log(2)))
-    assert outputs.metrics["kl_beta"].tolist() == [term.beta]
-    assert needs_of(term) == {"reference_logprobs"}
-
-
-def test_the_entropy_bonus_lowers_the_loss_of_an_undecided_policy():
-    inputs = make_inputs([0.4, 0.4], [0.4, 0.4], [0.0, 0.0], weights=[1.0, 3.0])
-    inputs.entropy = torch.tensor([0.5, 2.0], dtype=torch.float64, requires_grad=True)
-    loss = entropy_bonus(inputs, beta=0.01).loss
-    assert loss.item() == pytest.approx(-0.01 * (0.5 + 3 * 2.0))
-    loss.backward()
-    assert inputs.entropy.grad.tolist() == pytest.approx([-0.01, -0.03])
-
-
-def test_terms_are_added_and_say_together_what_they_need():
-    terms = partial(reference_kl, beta=1.0), partial(entropy_bonus, beta=0)
-    total = add_terms(partial(cispo, eps_high=1.0), *terms)
-    assert needs_of(total) == {"reference_logprobs", "entropy_gradient"}
-    inputs = make_inputs([0.4], [0.4], [2.0], reference_logprobs=[0.2])
-    inputs.entropy.requires_grad_()
-    outputs = total(inputs)
-    expected = -2.0 * math.log(0.4) + 0.5 - 1 + math.log(2)
-    assert outputs.loss.item() == pytest.approx(expected)
-    assert set(outputs.metrics) == {"clipped_share", "reference_kl"}
 
 
 def test_needs_add_up_and_a_misspelt_one_is_refused():

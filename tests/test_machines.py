@@ -32,7 +32,7 @@ def test_the_four_variables_are_read_and_not_handed_on():
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes, message",
     [
         ({"RANK": None}, "MASTER_ADDR, MASTER_PORT, WORLD_SIZE set, RANK not: .* set all four"),
         ({"RANK": "3"}, r"WORLD_SIZE='3', RANK='3': must be .* from 0 to WORLD_SIZE - 1"),
@@ -64,7 +64,7 @@ def machine_with(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("table", "variables", "message"),
+    "table, variables, message",
     [
         ("trainer_nodes = 2", {}, r"trainer_nodes=2: is about several machines: set MASTER_ADDR"),
         ('address = "auto"', FOUR, "address='auto': is of a Ray cluster that runs already"),
@@ -78,7 +78,7 @@ def test_a_cluster_that_cannot_be_is_one_clear_error(machine_with, table, variab
 
 
 @pytest.mark.parametrize(
-    ("table", "num_servers"),
+    "table, num_servers",
     [
         ("", 2),
         ("trainer_nodes = 2", 1),

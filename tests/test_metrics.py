@@ -1,4 +1,3 @@
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -7,10 +6,8 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from verifiers_rl.losses import LossInputs
 from verifiers_rl.report.metrics import (
     StepWindow,
-    TokenMeans,
     device_metrics,
     model_flops,
     peak_flops,
@@ -25,29 +22,6 @@ SMALL = {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
-
-
-def test_means_are_taken_over_loss_tokens_of_all_microbatches():
-    means = TokenMeans()
-    for logprobs, counts in (([-1.0], True), ([-2.0, -2.0, -2.0], True), ([9.0], False)):
-        n = len(logprobs)
-        inputs = LossInputs(
-            trainer_logprobs=torch.tensor(logprobs),
-            inference_logprobs=torch.full((n,), -2.0),
-            advantages=torch.full((n,), -0.5),
-            weights=torch.ones(n),
-            sequence_ids=torch.zeros(n, dtype=torch.int64),
-            entropy=torch.full((n,), 3.0),
-        )
-        microbatch = SimpleNamespace(has_loss=counts, sample_ids=[])
-        means.add(inputs, {"mine": torch.arange(n).float()}, microbatch)
-    result = means.reduce(num_loss_tokens=4, world_size=1)
-    ratio = math.e
-    assert math.isclose(result["importance_ratio"], (ratio + 3) / 4, rel_tol=1e-6)
-    assert math.isclose(result["importance_ratio_max"], ratio, rel_tol=1e-6)
-    assert math.isclose(result["mismatch_kl"], (ratio - 1 - 1) / 4, rel_tol=1e-6)
-    assert (result["mine"], result["clamped_share"]) == (0.75, 0.0)
-    assert (result["entropy"], result["advantage_abs"]) == (3.0, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +89,7 @@ def test_ten_batches_of_one_reward_a_group_draw_one_warning(caplog):
 
 
 @pytest.mark.parametrize(
-    ("mismatch_kl", "staleness", "num_warnings"),
+    "mismatch_kl, staleness, num_warnings",
     [(0.064, 0.0, 1), (0.01, 0.0, 0), (0.064, 0.5, 0)],
 )
 def test_a_first_step_with_tokens_of_another_model_draws_a_warning(

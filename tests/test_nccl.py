@@ -179,26 +179,6 @@ def test_an_id_that_nccl_does_not_draw_ends_at_the_deadline_or_with_its_error(mo
     assert str(error_of(transport.unique_id)[0]) == "NCCL failed: no GPU"
 
 
-def test_workers_hear_within_a_second_that_a_push_is_given_up(groups):
-    groups.make(3, num_complete=1)
-    with ranks(timeout_s=30, num_workers=2) as (made, errors, given_up):
-        assert not errors
-        found = {}
-
-        def wait(rank):
-            found[rank] = error_of(made[rank].receive(4))
-
-        threads = [threading.Thread(target=wait, args=(rank,)) for rank in (1, 2)]
-        for thread in threads:
-            thread.start()
-        given_up.set()
-        for thread in threads:
-            thread.join(20)
-        for rank, (error, seconds) in found.items():
-            assert type(error) is GivenUpError and seconds < 1
-            assert groups[rank].num_aborts == 1
-
-
 def test_what_nccl_reports_is_raised_unless_it_follows_from_another_end(groups):
     broken = RuntimeError("unhandled cuda error")
     groups.make(num_complete=2, error=broken)
@@ -209,18 +189,6 @@ def test_what_nccl_reports_is_raised_unless_it_follows_from_another_end(groups):
         given_up.set()
         assert type(error_of(receive)[0]) is GivenUpError
         assert groups[0].num_aborts == groups[1].num_aborts == 1
-
-
-def test_a_transport_that_is_abandoned_stops_waiting(groups):
-    groups.make(num_complete=1)
-    with ranks() as (made, _, _):
-        found = []
-        send = partial(made[0].send, BUCKET)
-        thread = threading.Thread(target=lambda: found.append(error_of(send)))
-        thread.start()
-        made[0].abandon()
-        thread.join(20)
-        assert "closed" in str(found[0][0])
 
 
 def test_an_abort_that_hangs_holds_nobody_up(groups, monkeypatch, caplog):

@@ -1,10 +1,10 @@
 import asyncio
 import base64
 import json
+import math
 import struct
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from verifiers_rl.inference.generation import (
@@ -16,8 +16,6 @@ from verifiers_rl.inference.generation import (
 from verifiers_rl.inference.packed_tokens import (
     pack_ids,
     pack_sampled,
-    unpack_ids,
-    unpack_sampled,
 )
 
 
@@ -30,30 +28,8 @@ def make_request(**fields):
     return TokenRequest(fields, vocab_size=10, max_model_len=5)
 
 
-def test_ids_are_little_endian_int32_and_logprobs_float32():
-    assert pack_ids([1, 2**31 - 1]) == base64_of("i", 1, 2**31 - 1) == "AQAAAP///38="
-    packed = pack_sampled([3, 4], np.array([-0.5, -1.25], np.float64))
-    assert packed == {"token_ids": base64_of("i", 3, 4), "logprobs": base64_of("f", -0.5, -1.25)}
-    token_ids, logprobs = unpack_sampled(packed)
-    assert (token_ids.dtype, logprobs.dtype) == (np.int32, np.float32)
-    assert (token_ids.tolist(), logprobs.tolist()) == ([3, 4], [-0.5, -1.25])
-    assert unpack_ids(pack_ids([])).tolist() == []
-    with pytest.raises(ValueError, match="2 tokens but 1 logprobs"):
-        unpack_sampled(packed | {"logprobs": base64_of("f", -0.5)})
-
-
-def test_the_prompt_of_a_request_is_taken_out_of_it_and_nothing_else_is_asked_a_token():
-    fields = {"tokens": pack_ids([4, 0, 9]), "top_logprobs": 5, "return_token_ids": True}
-    fields["model"] = "m"
-    request = TokenRequest(fields, vocab_size=10, max_model_len=5)
-    assert request.token_ids == [4, 0, 9]
-    assert all(type(token) is int for token in request.token_ids)
-    # One token of the rendered messages is enough, because these take their place.
-    assert fields == {"model": "m", "truncate_prompt_tokens": 1}
-
-
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    "fields, message",
     [
         ({"tokens": None}, "must be token ids, base64 of int32"),
         ({"tokens": [3]}, "must be token ids, base64 of int32"),
@@ -115,7 +91,7 @@ def test_each_completion_of_a_group_is_a_line_as_soon_as_it_has_ended():
 
     async def outputs(*given):
         for number, reason in given:
-            kept = SimpleNamespace(logprobs=[-0.5], counts=[], allowed=[])
+            kept = SimpleNamespace(logprobs=[-math.inf], counts=[], allowed=[])
             versions = [SimpleNamespace(start=0, version="3")] if number == 2 else []
             ended = {"index": number, "token_ids": [7], "logprobs": kept, "finish_reason": reason}
             generation.end(ended := SimpleNamespace(**ended, weight_versions=versions))
@@ -133,21 +109,14 @@ def test_each_completion_of_a_group_is_a_line_as_soon_as_it_has_ended():
     asyncio.run(run_group())
     lines = [line.split(" ", 2) for line in sent]
     assert [line[:2] for line in lines] == [["2", "0:3"], ["1", ""]]
-    replies = [{"packed_tokens": pack_sampled([7], [-0.5]), "id": n, "parsed": 1} for n in (2, 1)]
+    replies = [{"packed_tokens": pack_sampled([7], [-9999]), "id": n, "parsed": 1} for n in (2, 1)]
     assert [json.loads(line[2]) for line in lines] == replies
     assert parser == [] and generation.packed == b""
     assert json.loads(asyncio.run(run((9, "stop"))).model_dump_json()) == {"id": 9, "parsed": 1}
 
 
-def test_sampled_tokens_are_a_field_of_the_reply():
-    request = answered(Generation(make_request()), [7, 8], [-0.5, -np.inf], (0, "3"))
-    reply = json.loads(b"{" + request.packed + b'"id":"1"}')
-    assert reply == {"id": "1", "packed_tokens": pack_sampled([7, 8], [-0.5, -9999.0])}
-    assert answered(Generation(), [7], [-0.5], (0, "3")).packed == b""
-
-
 @pytest.mark.parametrize(
-    ("token_ids", "spans", "versions"),
+    "token_ids, spans, versions",
     [
         ([7, 8, 9], [(0, "3"), (2, "4")], "0:3,2:4"),
         ([7], [(0, "3"), (1, "default")], None),  # before the first push

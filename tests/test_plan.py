@@ -90,7 +90,7 @@ def test_a_cpu_server_needs_the_cpu_build(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "message"),
+    "sizes, message",
     [
         ("data_parallel_size = 'two'", "data_parallel_size='two': must be whole numbers from 1"),
         ("data_parallel_size = 3", r"product must divide inference\.gpus=4"),
@@ -106,7 +106,7 @@ def test_flags_that_do_not_use_the_gpus_of_a_server_are_refused(sizes, message):
 
 
 @pytest.mark.parametrize(
-    ("line", "split"),
+    "line, split",
     [
         ("", (4, 1)),
         ("args.tensor_parallel_size = 2", (2, 2)),
@@ -150,7 +150,7 @@ SHARED = (
 
 @pytest.mark.parametrize("by", ["nvidia-smi", "CUDA_VISIBLE_DEVICES"])
 @pytest.mark.parametrize(
-    ("num_gpus", "said"),
+    "num_gpus, said",
     [
         (0, ["vf-rl: all on CPUs"]),
         (1, [SHARED, "vf-rl: inference gets GPU 0, trainer gets GPU 0"]),
@@ -251,7 +251,7 @@ PIPELINE = "inference.args.pipeline_parallel_size = 2\ninference.gpus = "
 
 
 @pytest.mark.parametrize(
-    ("lines", "flag", "is_there"),
+    "lines, flag, is_there",
     [
         ("trainer.args.max_seq_len = 99", "--max-model-len 99", True),
         ("trainer.args.lora_rank = 9", f"{LORA} --max-lora-rank 16", True),
@@ -277,7 +277,7 @@ VARIANT, INVARIANT = {"VLLM_BATCH_INVARIANT": "0"}, {"VLLM_BATCH_INVARIANT": "1"
 
 
 @pytest.mark.parametrize(
-    ("gpus", "of_user", "env"), [(0, {}, {}), (1, {}, INVARIANT), (1, VARIANT, VARIANT)]
+    "gpus, of_user, env", [(0, {}, {}), (1, {}, INVARIANT), (1, VARIANT, VARIANT)]
 )
 def test_a_deterministic_run_has_a_server_that_samples_alike_in_any_batch(
     monkeypatch, gpus, of_user, env

@@ -227,7 +227,7 @@ def test_a_server_that_dies_serves_again_after_the_next_push(make_pool, caplog):
 
 
 @pytest.mark.parametrize(
-    ("connection", "message"), [(None, "started anew"), ("of another", "another trainer has conn")]
+    "connection, message", [(None, "started anew"), ("of another", "another trainer has conn")]
 )
 def test_a_server_that_started_anew_is_lost_and_one_of_another_trainer_no_reason_to_wait(
     make_pool, connection, message
@@ -420,7 +420,7 @@ def test_a_server_that_a_rollout_could_not_reach_gets_none_until_it_answers(make
 
 
 @pytest.mark.parametrize(
-    ("num_servers", "error", "message"),
+    "num_servers, error, message",
     [
         (5, ConnectionError("500"), "500"),
         (5, None, "is lost, after 3 moves to others"),
@@ -561,7 +561,7 @@ def test_all_turns_of_a_rollout_go_to_one_server_and_rollouts_are_spread(tokeniz
 
 
 @pytest.mark.parametrize(
-    ("trouble", "env_workers"),
+    "trouble, env_workers",
     [
         *[(trouble, 0) for trouble in ("hang up", "version", 500, 404)],
         pytest.param("hang up", 1, marks=pytest.mark.slow),

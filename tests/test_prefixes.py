@@ -1,8 +1,6 @@
 """Samples with a common beginning: their rows, what attention sees there, and the gradient."""
 
 import itertools
-import os.path
-import random
 import shutil
 import traceback
 from itertools import cycle
@@ -32,7 +30,7 @@ from verifiers_rl import forward
 from verifiers_rl.losses import cispo
 from verifiers_rl.packing import ModelSupport, Targets, collate, copy_to, plan_batch
 from verifiers_rl.report.metrics import TokenMeans
-from verifiers_rl.types import SampleSizes, order_by_beginning
+from verifiers_rl.types import SampleSizes
 
 
 def plan_all(samples, max_tokens, **options):
@@ -55,19 +53,6 @@ def paths_of(microbatch, samples, rows):
                     assert [positions[k] for k in seen] == list(range(len(wanted)))
                     found[i] = seen
     return found
-
-
-def test_neighbours_in_order_have_the_longest_common_beginnings():
-    rng = random.Random(0)
-    for _ in range(50):
-        ids = [np.array([rng.choice([0, 1, 2, 300, 301]) for _ in range(rng.randrange(1, 7))])
-               for _ in range(12)]  # fmt: skip
-        order, num_shared = order_by_beginning(ids)
-        lists = [ids[i].tolist() for i in order]
-        assert sorted(order) == list(range(12)) and lists == sorted(lists)
-        pairs = itertools.pairwise(lists)
-        common = [len(os.path.commonprefix([a, b])) for a, b in pairs]
-        assert num_shared.tolist() == [0, *common]
 
 
 def test_the_row_of_the_documentation():

@@ -1,7 +1,6 @@
 """`--dry-run`, and the resolved configuration in a run's folder."""
 
 import os
-import sys
 import tomllib
 from functools import partial
 
@@ -104,29 +103,6 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(run, tmp_path):
         status, printed, said = run(*FILES, option)
         assert status == 0 and "nothing was started" in said
         assert "max_steps = 7" in printed and os.listdir(checkpoint.parent) == ["checkpoint-3"]
-
-
-@pytest.mark.parametrize(
-    ("key", "name", "message"),
-    [
-        ("loss", "MODULE:absent", "MODULE.py, it has no 'absent'"),
-        ("loss", "absent:a", "no module 'absent', neither installed nor beside the TOML"),
-        ("advantage", "MODULE:absent", "MODULE.py, it has no 'absent'"),
-        ("loss", "MODULE:given", ""),
-    ],
-)
-def test_a_dry_run_imports_what_the_options_name(run, tmp_path, monkeypatch, key, name, message):
-    monkeypatch.setattr("sys.path", [*sys.path])
-    module = tmp_path.name  # of this test alone, because it stays imported
-    path = tmp_path / "files" / "code" / f"{module}.py"
-    path.write_text("def given(inputs, eps_high): ...\n")
-    name, message = (text.replace("MODULE", module) for text in (name, message))
-    status, printed, said = run(*FILES, f"--trainer.args.{key}", name)
-    if message:
-        assert (status, printed) == (1, "")
-        assert f"the command line: [trainer.args] {key}={name!r}: " in said and message in said
-    else:
-        assert status == 0 and "nothing was started" in said
 
 
 def test_paths_that_are_relative_to_where_the_run_starts_are_absolute_in_it(tmp_path, monkeypatch):

@@ -5,27 +5,15 @@ from contextlib import nullcontext
 
 import pytest
 
-from verifiers_rl.config import RLConfig
 from verifiers_rl.report.run_folder import (
     CARD_MARK,
-    UNFINISHED,
     RunFolderError,
     clear_run_folder,
     closing_lines,
-    enter_run_folder,
     newest_checkpoint,
     prepare_run_folder,
-    short,
     write_manifest,
 )
-
-
-@pytest.mark.parametrize(
-    ("number", "shown"),
-    [(0.5, "0.500"), (-12345.6789, "-12345.679"), (1e30, "1e+30"), (float("nan"), "nan")],
-)
-def test_a_number_for_people_is_short(number, shown):
-    assert short(number) == shown
 
 
 def save(folder, step):
@@ -51,7 +39,7 @@ def write_metrics(folder, *steps):
 
 
 @pytest.mark.parametrize(
-    ("write", "found"),
+    "write, found",
     [
         (lambda folder: None, ""),
         (lambda folder: write(folder, "inference.log"), ""),
@@ -101,12 +89,6 @@ def test_a_checkpoint_that_is_none_is_refused(tmp_path):
     (five / "trainer_state.json").write_text("{")
     with pytest.raises(RunFolderError, match=r"checkpoint-5 is damaged: trainer_state.json has 1"):
         prepare(folder, resume=True)
-
-
-def test_a_checkpoint_at_the_end_of_the_run_is_an_error(tmp_path):
-    save(tmp_path, 5)
-    with pytest.raises(RunFolderError, match="already at step 5 of 5: raise max_steps"):
-        prepare(tmp_path, resume=True, max_steps=5)
 
 
 def test_a_checkpoint_of_another_run_starts_a_new_folder_only(tmp_path):
@@ -163,30 +145,3 @@ def test_a_run_ends_with_its_rewards_and_its_model(tmp_path):
     assert closing_lines(tmp_path)[2:] == [f"model: {tmp_path}"]
     shutil.rmtree(tmp_path)
     assert closing_lines(tmp_path) == []
-
-
-def test_all_ranks_resume_from_what_rank_0_has_found(monkeypatch, tmp_path):
-    lost = save(tmp_path / UNFINISHED, 10)  # the process was killed between two renames
-    lost.rename(lost.with_name("replaced-checkpoint-10"))
-    save(tmp_path, 5)
-    sent = []
-
-    def broadcast(found):
-        sent.append(found)
-        return found or sent[0]
-
-    def enter(rank, resume):
-        args = RLConfig(output_dir=str(tmp_path), use_cpu=True)
-        monkeypatch.setattr(RLConfig, "process_index", rank)
-        return enter_run_folder(args, resume)
-
-    monkeypatch.setattr("verifiers_rl.distributed.broadcast_outcome", broadcast)
-    newest = str(tmp_path / "checkpoint-10")
-    assert enter(0, True) == newest and enter(1, True) == newest
-    assert sent == [{"checkpoint": newest}, None]
-    sent.clear()
-    assert enter(0, "checkpoint-5") == enter(1, "checkpoint-5") == str(tmp_path / "checkpoint-5")
-    sent.clear()
-    with pytest.raises(RunFolderError, match="no checkpoint is there"):
-        enter(0, "checkpoint-7")
-    assert sent == [None]  # the others are told

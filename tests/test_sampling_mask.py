@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from verifiers_rl import RLConfig
 from verifiers_rl.inference.generation import TokenRequest
 from verifiers_rl.inference.packed_tokens import (
     allowed_tokens,
@@ -37,7 +36,7 @@ def float64_loop(logits, targets, allowed, weights, of_entropy):
 
 
 @pytest.mark.parametrize(
-    ("chunk_size", "head_is_trained"), [(2, True), (3, False), (3, True), (100, False)]
+    "chunk_size, head_is_trained", [(2, True), (3, False), (3, True), (100, False)]
 )
 def test_gradients_over_the_allowed_tokens_equal_a_float64_loop(chunk_size, head_is_trained):
     random = np.random.default_rng(0)
@@ -127,21 +126,3 @@ def test_the_possible_tokens_are_those_whose_probability_is_not_0():
     assert kept[True].counts == [2, 1, 5] and kept[False].counts == []
     assert kept[True].allowed == [5, 7, 3, 1, 2, 3, 4, 6]
     assert kept[True].logprobs == kept[False].logprobs == [-1.0, 0.0, -2.0]
-
-
-def test_the_option_asks_for_the_mask_and_bounds_top_k():
-    def make(**options):
-        return RLConfig(use_cpu=True, top_p=0.9, **options)
-
-    args = make(sampling_mask=True)
-    extra, of_evaluations = (
-        sampling["extra_body"] for sampling in (args.sampling_args(), args.eval_sampling_args())
-    )
-    assert extra["sampling_mask"] is True and extra["top_k"] == 256
-    assert make(sampling_mask=True, top_k=7).sampling_args()["extra_body"]["top_k"] == 7
-    assert "sampling_mask" not in of_evaluations and of_evaluations["top_k"] == -1
-    assert "sampling_mask" not in make().sampling_args()["extra_body"]
-    biased = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1}
-    assert make(**biased).sampling_changes_probabilities() == ["top_p", *biased]
-    masked = make(sampling_mask=True, **biased)
-    assert masked.sampling_changes_probabilities() == ["repetition_penalty"]

@@ -79,7 +79,7 @@ def gradients_of_a_step(trainer):
 
 
 @pytest.mark.parametrize(
-    ("make_model", "layout", "normalization"),
+    "make_model, layout, normalization",
     [
         (make_tiny_model, "packed", "sequence"),
         (make_tiny_llama, "packed", "token"),
@@ -178,7 +178,7 @@ def test_a_conversation_of_several_samples_is_one_rollout():
 
 
 @pytest.mark.parametrize(
-    ("options", "steps"),
+    "options, steps",
     [({}, 3), ({"num_train_epochs": 2.5}, 8), ({"batch_size": 5}, 3), ({"max_steps": 7}, 7)],
 )
 def test_epochs_or_max_steps_say_how_long_a_run_is(make_trainer, options, steps):
@@ -294,7 +294,7 @@ def test_two_ranks_equal_one(make_trainer, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "problem"),
+    "arguments, problem",
     [
         ({"eval_strategy": "steps", "eval_steps": 1}, "there is nothing to evaluate on"),
         ({"rows": [{"question": "?"}]}, "data for training, row 0: has the columns question"),
@@ -307,7 +307,7 @@ def test_arguments_that_cannot_work_are_named(make_trainer, arguments, problem):
 
 
 @pytest.mark.parametrize(
-    ("rows", "held_out", "where"),
+    "rows, held_out, where",
     [
         (["a", "a<new>"], [], "data for training, row 1"),
         (["a"], ["<new>b"], "data for evaluations, row 0"),

@@ -311,7 +311,7 @@ def fsdp2(**options):
 
 
 @pytest.mark.parametrize(
-    ("plugin", "options", "message"),
+    "plugin, options, message",
     [
         ({}, {"fsdp": "full_shard"}, "fsdp=.* has no effect on a CPU"),
         ({"fsdp_plugin": SimpleNamespace(fsdp_version=1)}, {}, "fsdp_version=1: not supported"),

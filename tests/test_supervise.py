@@ -95,7 +95,7 @@ def test_the_status_is_the_first_bad_one_of_the_ranks_and_servers_end_with_them(
 
 
 @pytest.mark.parametrize(
-    ("plan", "lives", "num_started", "expected"),
+    "plan, lives, num_started, expected",
     [
         (SERVER, True, 2, 7),  # the trainer's status
         (SERVER, False, 1 + MAX_RESTARTS, 7),
@@ -143,7 +143,7 @@ def test_restarts_wait_longer_and_longer_until_the_server_was_ready(monkeypatch,
 
 
 @pytest.mark.parametrize(
-    ("lines", "status", "said"),
+    "lines, status, said",
     [
         (
             [
@@ -176,7 +176,7 @@ BAD_FLAG = "unrecognized arguments: --max-modellen 5"
 
 
 @pytest.mark.parametrize(
-    ("lines", "said", "num_shown"),
+    "lines, said, num_shown",
     [
         ([f"vf-vllm: error: {BAD_FLAG}", "bye"], f"[inference.args] max_modellen: {BAD_FLAG}", 0),
         (
@@ -206,12 +206,6 @@ def test_lost_ranks_end_the_run_with_the_command_to_resume(run, capsys):
     said = capsys.readouterr().err
     assert "trainer-1 ended with status 1. Go on from the last checkpoint: vf-rl" in said
     assert "/a/rl.toml --resume" in said and signal.SIGTERM in trainers[0].signals
-
-
-def test_a_lost_teacher_ends_the_run(run, capsys):
-    launcher = Launcher([Played("t")], teacher=[Played("teacher", 1, polls=4, lost=True)])
-    assert run(launcher, TEACHER) == 1
-    assert "teacher-big ended with status 1 and is not started again" in capsys.readouterr().err
 
 
 def test_a_signal_ends_the_run_also_where_ray_raises_an_interrupt_of_its_own(run, capsys):

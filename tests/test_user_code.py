@@ -5,9 +5,7 @@ import textwrap
 import pytest
 
 from verifiers_rl import LossOutputs, RLConfig
-from verifiers_rl.cli.config import TomlError
 from verifiers_rl.cli.plan import plan_servers
-from verifiers_rl.option_rules import ConfigError
 from verifiers_rl.types import Rollout
 
 
@@ -57,23 +55,6 @@ def test_a_loss_and_an_advantage_are_found_by_their_names(folder):
     assert args.make_advantage()([Rollout(0, "", reward=1.5)]) == [3.0]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"loss": "no_such_module:loss"}, "loss='no_such_module:loss': no module 'no_such_module'"),
-        ({"loss": "code_of_user:lost"}, r"loss='code_of_user:lost': in .*py, it has no 'lost'"),
-        ({"loss": "code_of_user:number"}, "code_of_user.py, it is not callable"),
-        ({"loss": "code_of_user:loss", "loss_args": {"size": 1}}, "there is no 'size'; there is s"),
-        ({"gradient_masks": {"code_of_user:lost": {}}}, "gradient_masks='code_of_user:lost': in "),
-        ({"advantage": "no.such:name"}, "advantage='no.such:name': no module 'no'"),
-    ],
-)
-def test_a_name_that_leads_nowhere_is_one_clear_error(folder, options, message):
-    args = RLConfig(use_cpu=True, **options)
-    with pytest.raises(ConfigError, match=message):
-        args.complete_loss(None), args.make_advantage()
-
-
 def test_an_error_of_the_users_own_module_is_shown_as_it_is(folder):
     with pytest.raises(ModuleNotFoundError, match="no_such_library"):
         RLConfig(use_cpu=True, loss="broken_code:loss").make_loss()
@@ -89,17 +70,3 @@ def test_a_toml_names_the_class_of_its_trainer(folder, compose):
     assert (run.option("batch_size"), run.option("max_seq_len")) == (32, 96)
     assert "--max-model-len 96 " in " ".join(plan_servers(run)[0].command("h", 7))
     assert compose(f"{HEAD}gpus = 1").config_class() is RLConfig
-
-
-@pytest.mark.parametrize(
-    ("trainer", "message"),
-    [
-        ('class = "code_of_user:loss"', "code_of_user:loss': must be a class that extends tra"),
-        ('class = "code_of_user:Lost"', r"\[trainer\] class='code_of_user:Lost': in .* has no"),
-    ],
-)
-def test_a_toml_with_a_name_that_leads_nowhere_is_one_clear_error(
-    folder, compose, trainer, message
-):
-    with pytest.raises(TomlError, match=message):
-        compose(HEAD + trainer).make_args(use_cpu=True)

@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 
 from tests.fake_run import write_fake_run
-from tests.helpers import ROOT
-from tests.test_rollouts import make_row, make_tokens, read, write_rows
+from tests.helpers import ROOT, check_lines
+from tests.test_rollouts import make_row, make_tokens, write_rows
 from verifiers_rl.cli import view as command
 from verifiers_rl.report.run_folder import remove_rollouts, write_run
 from verifiers_rl.view import browse, one_file, server
@@ -72,13 +72,6 @@ def test_runs_are_found_in_folders_and_have_names_of_their_own(tmp_path):
     assert [run.name for run in Runs([tmp_path]).find()] == ["other", "rl"]
 
 
-def test_an_empty_folder_is_a_run_to_come(tmp_path):
-    (run,) = Runs([tmp_path]).find()
-    state = run.state()
-    assert (state["status"], state["step"], state["written_at"]) == ("empty", 0, None)
-    assert run.metrics()["columns"] == {} and run.rollouts() is None
-
-
 def test_new_lines_of_metrics_are_read_once_and_a_replaced_file_from_its_begin(tmp_path):
     path = tmp_path / "metrics.jsonl"
     metrics = MetricsFile(path)
@@ -103,7 +96,7 @@ def test_new_lines_of_metrics_are_read_once_and_a_replaced_file_from_its_begin(t
 
 
 @pytest.mark.parametrize(
-    ("run", "age_s", "status"),
+    "run, age_s, status",
     [
         ({"status": "running", "pid": os.getpid()}, 9999, "running"),
         ({"status": "running", "pid": 2**22 + 1}, 5, "running"),  # perhaps on another machine
@@ -122,29 +115,6 @@ def test_the_status_of_a_run_is_what_its_files_and_its_process_say(tmp_path, run
         os.utime(path, (time.time() - age_s,) * 2)
     state = Run("a", tmp_path).state()
     assert state["status"] == status and state["step"] == 4
-
-
-def test_the_state_has_hashes_of_code_and_options_as_they_are(tmp_path):
-    digest = "0" * 64
-    layers = ["q_proj", "v_proj"]
-    write_run(tmp_path, {"args": {"lora_target_modules": layers}, "code": {"loss": [digest, "x"]}})
-    run = Run("run", tmp_path)
-    assert run.state()["run"]["args"] == {"lora_target_modules": layers}
-    assert run.state()["run"]["code"] == {"loss": digest} and run.code() == {"loss": "x"}
-
-
-def test_rollouts_are_read_again_after_more_were_written_or_some_were_removed(tmp_path):
-    write_rows(tmp_path, make_row(1), make_row(2))
-    run = Run("a", tmp_path)
-    assert run.state()["num_rollouts"] == len(run.rollouts()) == 2
-    assert run.rollouts() is run.rollouts()  # nothing has changed
-    assert run.state()["envs"] == ["sums"]
-    remove_rollouts(tmp_path, behind=1)
-    write_rows(tmp_path, make_row(2, content="again"))
-    found = run.ask(lambda rollouts: page_of(rollouts, Filter()))
-    assert column(found, "preview") == ["again", "so"]
-    remove_rollouts(tmp_path, behind=-1)
-    assert run.rollouts() is None and run.ask(len) is None and run.state()["num_rollouts"] == 0
 
 
 def test_a_question_is_asked_again_if_a_file_was_replaced_meanwhile(tmp_path):
@@ -183,40 +153,20 @@ def chosen_from(tmp_path_factory):
     return written(tmp_path_factory.mktemp("chosen"), *rows)
 
 
-@pytest.mark.parametrize(
-    ("wanted", "numbers"),
-    [
-        ("", [6, 5, 4, 3, 2, 1, 0]),
-        ("order=oldest&to_step=1", [0, 1]),
-        ("split=eval&from_step=2", [3]),
-        ("min_reward=0.1&max_reward=0.2", [6, 5, 0]),
-        ("min_reward=-1e300&order=lowest", [0, 5, 6, 3, 4, 1]),
-        ("order=highest", [1, 3, 4, 6, 0, 5, 2]),  # those without reward come last
-        ("order=longest", [6, 1, 2, 0, 3, 4, 5]),
-        ("split=train&env=words", [4]),
-        ("kind=failed", [2]),
-        ("kind=scored&from_step=2", [6, 5, 4, 3]),
-        ("kind=truncated", [4]),
-        ("kind=with_tokens", [6]),
-        ("kind=in_loss&to_step=2", [4, 1, 0]),
-        ("kind=not_in_loss", [5, 3, 2]),
-        ("example=3", [4]),
-        ("example=1000000000000000000000000000000", []),
-        ('text=said "hi"\nAND', [1]),
-        ("text=größe", []),  # SS is not ß
-        ("text=too late", [2]),
-        ('text="expression"', [4]),
-        ("text=6?", [4]),
-        ("text=aside", [5]),
-        ("text=assistant", []),  # a role is no text
-    ],
-)
-def test_a_filter_chooses_rollouts_in_its_order(chosen_from, wanted, numbers):
-    wanted = Filter.parse(dict(parse_qsl(wanted)))
-    found = page_of(chosen_from, wanted)
-    assert column(found, "number") == numbers
-    assert found["next"] is None and found["num_all"] == 7
-    assert wanted.text or select(chosen_from, wanted).tolist() == numbers
+def test_a_filter_chooses_rollouts_in_its_order(chosen_from):
+    """In view_filters.txt, each query with the numbers of what it finds (=>). Rollouts without a
+    reward come last; SS is not ß; a role is no text.
+    """
+    lines = []
+    for line in (ROOT / "tests" / "view_filters.txt").read_text().splitlines():
+        query, _, _ = line.partition(" =>")
+        wanted = Filter.parse(dict(parse_qsl(query)))
+        found = page_of(chosen_from, wanted)
+        numbers = column(found, "number")
+        assert found["next"] is None and found["num_all"] == 7
+        assert wanted.text or select(chosen_from, wanted).tolist() == numbers
+        lines.append(" ".join([query, "=>", *map(str, numbers)]))
+    check_lines(lines, "view_filters.txt")
 
 
 @pytest.mark.parametrize(
@@ -259,9 +209,8 @@ def test_a_search_ends_at_its_deadline_and_makes_progress_each_time(tmp_path, mo
 def test_histograms_count_every_reward_once(tmp_path):
     found = browse.histogram(np.array([0, 0.1, math.nan, 1, 1], np.float32))
     assert (found["low"], found["high"]) == (0, 1) and sum(found["counts"]) == 4
-    assert [n for n in found["counts"] if n] == [1, 1, 2] and found["counts"][2] == 1
+    assert [n for n in found["counts"] if n] == [1, 1, 2]
     assert browse.histogram(np.array([0.5, 0.5])) == {"low": 0.5, "high": 0.5, "counts": [2]}
-    assert browse.histogram(np.array([math.nan])) is None
     # One for each column of steps, of training alone.
     rows = [make_row(*row) for row in ((1, 0.0), (1, 1.0), (2, 1.0), (3, 0.5), (4, 0.0), (4, None))]
     rollouts = written(tmp_path / "map", *rows, make_row(4, 1.0, "eval"))
@@ -297,19 +246,6 @@ def test_tokens_are_given_a_part_at_a_time_with_what_the_whole_has(tmp_path):
     assert found["loss_mask"] == [True] and found["policy_versions"] == [6]
     assert found["token_texts"] == ["é"] and tokens_of(rollouts, 0)["token_texts"] == ["a", "é"]
     assert tokens_of(rollouts, 1) is None is tokens_of(rollouts, 7)
-
-
-def test_messages_have_the_turn_that_wrote_them_and_the_times_between_turns(tmp_path):
-    roles = ("user", "assistant", "tool", "tool", "assistant", "user")
-    turns = [{"message": 1, "begin_s": 0.5, "end_s": 1.0}, {"message": 4, "begin_s": 3.0},
-             {"message": None, "begin_s": 9.0}]  # fmt: skip
-    row = make_row(messages=[{"role": role, "content": ""} for role in roles], turns=turns)
-    rollouts = written(tmp_path, row, make_row(messages=[], turns=turns))
-    messages = rollout_of(rollouts, 0)["messages"]
-    assert [message.get("turn") for message in messages] == [None, 0, None, None, 1, None]
-    spans = [(message.get("begin_s"), message.get("end_s")) for message in messages]
-    assert spans == [(None, None), (0.5, 1.0), (1.0, 3.0), (1.0, 3.0), (3.0, None), (None, 9.0)]
-    assert rollout_of(rollouts, 1)["messages"] == []
 
 
 # --- The server -----------------------------------------------------------------------------------
@@ -404,7 +340,7 @@ def test_the_state_is_not_sent_again_while_nothing_changes(known):
     assert "secret-token" not in first.text and "pid" not in first.json()["runs"][0]["run"]
 
 
-def test_each_question_has_its_answer_or_an_error_that_says_why(known):
+def test_a_question_that_has_no_answer_is_an_error_that_says_why(known):
     def ask(what, run="one", **params):
         response = known.get(f"/api/{what}", params={"run": run, **params})
         found = response.json()
@@ -412,55 +348,17 @@ def test_each_question_has_its_answer_or_an_error_that_says_why(known):
 
     assert ask("metrics", generation=0, start=2)["columns"]["step"] == [3]
     assert ask("metrics", generation=1, start=2)["columns"]["step"] == [1, 2, 3]  # not its own
-    found = ask("rollouts", kind="with_tokens", order="oldest")
-    assert found["rows"] and {*found["envs"]} == {"calculator", "trivia"}
-    number = found["rows"][0]["number"]
-    assert ask("rollout", number=number)["number"] == number
-    assert len(ask("group", number=number)["rollouts"]) == 8
-    assert ask("tokens", number=number)["num_tokens"] > 5
-    assert ask("rewards")["last"] == 3
     none = "there is no such rollout, or its tokens were not written"
     assert ask("rollout", number=10**6) == (404, none)
     assert ask("rollout", number="x") == (400, "number='x' is no number")
     assert ask("rollouts", kind="odd")[0] == 400
     assert ask("metrics", run="other") == (404, "there is no run 'other'; reload the page")
-    # One without rollouts.
-    assert ask("rollouts", "two") == ask("rewards", "two") == {}
-    metrics = ask("metrics", "two")
-    assert metrics["columns"]["reward"] == [None] and metrics["not_finite"]["reward"] == [1, 1]
+    assert ask("rollouts", "two") == ask("rewards", "two") == {}  # one without rollouts
 
 
 # --- The page as one file -------------------------------------------------------------------------
 
 HOSTILE = '</script><script>window.hacked=1</script><img src=x onerror="window.hacked=1">'
-
-
-def test_the_file_has_the_page_and_its_data_and_asks_for_nothing_else(tmp_path):
-    write_fake_run(tmp_path / "run", 300, 6)
-    said = one_file.write_page(Runs([tmp_path]), tmp_path / "page.html", 2_000_000)
-    page = (tmp_path / "page.html").read_bytes()
-    assert re.fullmatch(r".*page.html: [\d.]+ MB", said[0])
-    assert re.search(r'(src|href)="(?!data:|#)', page.decode()) is None
-    assert b"Leon Sorokin" in page  # the licence of the charts
-    (part,) = data_of(page)["runs"]
-    rollouts = read(tmp_path / "run")
-    assert said[1].startswith(f"run: {len(rollouts)} of {len(rollouts)} rollouts")
-    assert len(part["rollouts"]) == len(rollouts) and {*part["envs"]} == {"calculator", "trivia"}
-    texts = [[m["content"] for m in of["messages"]] for of in (part["rollouts"][5], rollouts[5])]
-    assert texts[0] == texts[1]
-    with_tokens = [row["number"] for row in part["rollouts"] if row["has_tokens"]]
-    assert with_tokens and with_tokens == sorted(map(int, part["tokens"]))
-    assert not list(tmp_path.glob(".page*"))
-
-
-def test_what_a_model_wrote_is_no_part_of_the_html(tmp_path):
-    write_rows(tmp_path / "run", make_row(content=HOSTILE, env=HOSTILE))
-    write_run(tmp_path / "run", {"model": HOSTILE, "args": {"x": HOSTILE}})
-    one_file.write_page(Runs([tmp_path / "run"]), tmp_path / "page.html", 2_000_000)
-    page = (tmp_path / "page.html").read_text()
-    assert "hacked" not in page and page.count("<script") == 3
-    (row,) = data_of(page.encode())["runs"][0]["rollouts"]
-    assert row["messages"][1]["content"] == HOSTILE == row["env"]
 
 
 def test_the_policy_of_the_file_allows_exactly_its_own_scripts_and_styles():
@@ -544,7 +442,7 @@ def test_the_command_prints_the_address_and_serves_until_ctrl_c(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments, message",
     [
         ("nowhere", "nowhere: no such folder; give the folder of a run"),
         ("file", "file: is a file"),

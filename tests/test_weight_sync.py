@@ -14,17 +14,13 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from pydantic import ValidationError
-from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import (
-    AutoConfig,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
-    PretrainedConfig,
-    Qwen3MoeForCausalLM,
 )
 
 from tests.helpers import (
@@ -37,18 +33,15 @@ from tests.helpers import (
     push_to,
     run_script,
     stub_servers,
-    write_tiny_qwen3_5,
 )
 from tests.test_router_replay import make as make_of_kind
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.inference.client import InferenceServerError, ServerLostError
 from verifiers_rl.inference.expected import (
-    as_served,
     check_plan,
     fit_to_server,
     trained_model,
 )
-from verifiers_rl.models import load_policy
 from verifiers_rl.sync import nccl, weight_sync
 from verifiers_rl.sync.plan import TransferPlan, receive_buckets
 from verifiers_rl.sync.shared_buffers import GivenUpError, SharedBuffers, shared_with_workers
@@ -56,7 +49,6 @@ from verifiers_rl.sync.sources import (
     Source,
     adapter_sources,
     check_adapter,
-    choose_lora_sync,
     full_sources,
     merged_sources,
     what_to_send,
@@ -88,27 +80,8 @@ def plan_with(shapes, bucket_bytes=2**20, **fields):
     return TransferPlan(tensors=shapes, bucket_bytes=bucket_bytes, **fields)
 
 
-def test_buckets_hold_all_tensors_in_order_and_stay_below_the_bound():
-    plan = plan_with({str(i): (n,) for i, n in enumerate([10, 10, 10, 100, 1])}, 80)
-    assert [name for bucket in plan.buckets for name in bucket.shapes] == ["0", "1", "2", "3", "4"]
-    assert [len(bucket.shapes) for bucket in plan.buckets] == [2, 1, 1, 1]  # 400 bytes go alone
-    assert plan.num_bytes == 4 * 131
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_packing_keeps_values_of_odd_sizes_and_casts_to_the_plan(dtype):
-    torch.manual_seed(0)
-    tensors = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16(), "c": torch.randn(())}
-    (bucket,) = plan_with({name: t.shape for name, t in tensors.items()}, dtype=dtype).buckets
-    buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
-    for name, view in bucket.views(buffer):
-        view.copy_(tensors[name])
-    for name, view in bucket.views(buffer):
-        assert torch.equal(view, tensors[name].to(bucket.dtype))
-
-
 @pytest.mark.parametrize(
-    ("change", "field"),
+    "change, field",
     [
         ({"bucket_bytes": 0}, "bucket_bytes"),
         ({"bucket_bytes": 2**40}, "bucket_bytes"),
@@ -228,7 +201,7 @@ def test_a_push_that_takes_too_long_ends_though_each_bucket_comes_in_time():
 
 
 @pytest.mark.parametrize(
-    ("wanted", "own", "workers", "of_all_weights", "of_an_adapter"),
+    "wanted, own, workers, of_all_weights, of_an_adapter",
     [
         ("auto", None, [None], "http", "http"),
         ("auto", "gpu-0", ["gpu-0"], "ipc", "http"),  # NCCL refuses two ranks on one GPU
@@ -325,35 +298,6 @@ def over_nccl(monkeypatch, sync_with):
     return sync, model
 
 
-@pytest.mark.parametrize(
-    ("gpu", "kind", "way"),
-    [
-        ("gpu-0", "full", "ipc"),
-        ("gpu-0", "merged", "ipc"),
-        ("gpu-0", "adapter", None),
-        ("gpu-1", "full", "nccl"),
-    ],
-)
-def test_all_weights_go_through_the_memory_of_a_gpu_that_both_sides_share(
-    monkeypatch, sync_with, gpu, kind, way
-):
-    monkeypatch.setattr(weight_sync, "NcclTransport", StubNccl)
-    monkeypatch.setattr(weight_sync, "gpu_uuid", lambda device: "gpu-0")
-    sync, model, fields = sync_with(), make_tiny_model(), {}
-    status, post = sync.client.status(), sync.client.post
-    sync.client.status = lambda: status | {"gpus": [gpu]}
-    sync.client.post = lambda path, given, *rest: fields.update(given) or post(path, given, *rest)
-    if kind != "full":
-        model = with_trained_adapter(model)
-    sync.connect(model, *what_to_send(model, kind if kind == "adapter" else "merged"))
-    assert [name for name in ("ipc_id", "nccl_id") if name in fields] == [f"{way}_id"] * bool(way)
-    assert (sync._nccl is None) == (way is None)
-    if way == "ipc":
-        largest = max(bucket.num_bytes for bucket in sync.plan.buckets)
-        assert sync._nccl.group.args == (torch.device("cpu"), largest)
-        assert sync._nccl.ranks == (0, 2)
-
-
 def test_memory_that_cannot_be_shared_is_told_and_http_is_next(monkeypatch, sync_with, caplog):
     def refuses(memory):
         raise RuntimeError("not of a part of a GPU")
@@ -394,7 +338,7 @@ OF_SERVER = InferenceServerError("500: RuntimeError: out of memory")
 
 
 @pytest.mark.parametrize(
-    ("says", "fails", "message"),
+    "says, fails, message",
     [
         (OF_SERVER, True, "^500: RuntimeError: out of memory"),
         (OF_SERVER, False, "^500: RuntimeError: out of memory"),
@@ -447,16 +391,11 @@ def test_merged_weights_travel_in_the_order_of_the_models_parameters():
         assert list(what_to_send(model, "merged")[0]) == expected
 
 
-def test_a_tied_head_travels_once():
-    assert "lm_head.weight" not in full_sources(make_tiny_model(tie_word_embeddings=True))
-    assert "lm_head.weight" in full_sources(make_tiny_model(tie_word_embeddings=False))
-
-
 BOTH = ("adapter", "merged")
 
 
 @pytest.mark.parametrize(
-    ("options", "lora_sync", "message"),
+    "options, lora_sync, message",
     [
         ({"use_dora": True}, "merged", "no DoRA"),
         ({"rank_pattern": {"q_proj": 2}}, "adapter", "rank_pattern.*set lora_sync='merged'"),
@@ -478,18 +417,6 @@ def test_an_adapter_the_server_could_not_reproduce_is_refused(options, lora_sync
             check_adapter(config, lora_sync)
 
 
-def test_auto_merges_where_nothing_is_lost_and_the_server_takes_all_weights():
-    def chosen(wanted, dtype, lora_dtype):
-        return choose_lora_sync(wanted, {"dtype": dtype, "lora_dtype": lora_dtype})
-
-    assert chosen("auto", "float32", None) == "merged"
-    assert chosen("auto", "float32", "float32") == "adapter"
-    assert chosen("auto", "bfloat16", "bfloat16") == "adapter"
-    assert chosen("auto", "bfloat16", None) == "adapter"  # refused, with the flags that are missing
-    assert chosen("merged", "bfloat16", None) == "merged"
-    assert chosen("adapter", "float32", None) == "adapter"
-
-
 # --- What a server takes ------------------------------------------------------------------------
 
 
@@ -502,54 +429,6 @@ def served():
 
 def plan_of(sources, adapter=None):
     return plan_with({name: source.shape for name, source in sources.items()}, adapter=adapter)
-
-
-@pytest.mark.parametrize("loaded", [False, True])
-def test_experts_travel_as_a_checkpoint_has_them(tmp_path, loaded):
-    model = make_tiny_moe()
-    model.save_pretrained(tmp_path)
-    checkpoint = load_file(tmp_path / "model.safetensors")
-    if loaded:
-        model = Qwen3MoeForCausalLM.from_pretrained(tmp_path)
-    sources, _ = what_to_send(model, "adapter")
-    assert "model.layers.0.mlp.experts.3.up_proj.weight" in sources
-    assert sources.keys() == checkpoint.keys()
-    for name, source in sources.items():
-        made = source.make()
-        assert source.shape == made.shape and torch.equal(made, checkpoint[name]), name
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["dense", "experts"])
-def qwen3_5(request, tmp_path_factory):
-    """A checkpoint with a vision tower: its folder, and the config of vLLM's own that serves it."""
-    folder = tmp_path_factory.mktemp("qwen3_5")
-    write_tiny_qwen3_5(folder, experts=request.param)
-    config = AutoConfig.from_pretrained(folder)
-    vision = type("Qwen3_5VisionConfig", (PretrainedConfig,), {"model_type": "qwen3_5_vision"})
-    served = type(type(config).__name__, (PretrainedConfig,), {"model_type": config.model_type})()
-    served.__dict__ |= config.__dict__ | {"vision_config": vision(num_heads=2)}
-    with pytest.raises(AttributeError):
-        served.vision_config.num_attention_heads  # noqa: B018  transformers' own has it
-    return folder, served
-
-
-@pytest.mark.parametrize("use_lora", [False, True])
-def test_the_text_of_a_checkpoint_with_a_vision_tower_travels_under_its_own_names(
-    qwen3_5, use_lora
-):
-    folder, config = qwen3_5
-    model = load_policy(str(folder), RLConfig(use_cpu=True, use_lora=use_lora))
-    sources, _ = what_to_send(model, "merged")
-    plan = plan_of(sources)
-    check_plan(plan, trained_model(config), "float32")
-    checkpoint = load_file(folder / "model.safetensors")
-    served = as_served(plan, trained_model(config), config)
-    assert [*served.tensors.values()] == [*plan.tensors.values()]
-    # All text tensors, and no other.
-    text = {name for name in checkpoint if not name.startswith("model.visual.")}
-    assert {*served.tensors} == text
-    for name, source in zip(served.tensors, sources.values(), strict=True):
-        assert torch.equal(source.make().detach().bfloat16(), checkpoint[name]), name
 
 
 def test_a_model_that_fsdp_split_travels_under_the_names_of_its_own_class():
@@ -593,17 +472,6 @@ OF_PEFT = "ignore::RuntimeWarning"  # about patterns of its own
 
 
 @pytest.mark.filterwarnings(OF_PEFT)
-def test_an_adapter_of_experts_travels_merged_only():
-    model = get_peft_model(make_tiny_moe(), LoraConfig(r=2, target_modules=TARGETS))
-    with pytest.raises(ValueError, match=r"'down_proj', 'gate_up_proj'.*set lora_sync='merged'"):
-        what_to_send(model, "adapter")
-    merged, _ = what_to_send(model, "merged")
-    assert list(merged) == list(what_to_send(make_tiny_moe(), "merged")[0])
-    model(input_ids=torch.arange(5)[None])  # PEFT takes parameters out and puts them back
-    assert merged.keys() == what_to_send(model, "merged")[0].keys()
-
-
-@pytest.mark.filterwarnings(OF_PEFT)
 @pytest.mark.parametrize("lora_sync", ["adapter", "auto", "merged"])
 @pytest.mark.parametrize("modules_to_save", [None, ["gate"]])
 def test_an_adapter_of_experts_is_refused_before_the_run_where_it_is_not_sent_merged(
@@ -638,7 +506,7 @@ OF_GPT_OSS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 @pytest.mark.filterwarnings(OF_PEFT)
 @pytest.mark.parametrize(
-    ("make", "options", "adapted", "rtol"),
+    "make, options, adapted, rtol",
     [
         (make_tiny_model, {}, "q_proj up_proj", 1e-6),
         (TIED, {}, "q_proj", 1e-6),
@@ -706,7 +574,7 @@ OTHER = "base_model.model.x.lora_A.weight"
 
 
 @pytest.mark.parametrize(
-    ("kind", "change", "dtype", "message"),
+    "kind, change, dtype, message",
     [
         ("full", {"x": (1,)}, "float32", "has no tensor 'x'"),
         ("full", {"lm_head.weight": None}, "float32", r"no weights for \['lm_head.weight'\]"),
@@ -748,7 +616,7 @@ def test_an_unknown_architecture_is_named():
 
 
 @pytest.mark.parametrize(
-    ("rank", "served_rank", "message"),
+    "rank, served_rank, message",
     [
         (8, None, "--enable-lora --max-lora-rank 8"),
         (32, 16, "--max-lora-rank 32"),
@@ -849,7 +717,7 @@ let_gloo_threads_finish()
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "models"),
+    "kind, models",
     [
         ("fsdp2", ["full", "merged", "experts"]),  # the ranks take long to start
         ("zero3", ["full"]),

@@ -21,6 +21,8 @@ def said(tmp_path, monkeypatch, run_main):
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "v1"))
     (tmp_path / "needy.py").write_text("import not_there\n")
     (tmp_path / "unlucky.py").write_text("raise ValueError('no luck')\n")
+    code = "number = 3\ndef loss(inputs, scale=1.0): ...\n"
+    (tmp_path / "my_code.py").write_text(code)
     path = tmp_path / "mine.toml"
 
     def said(text, words=""):
