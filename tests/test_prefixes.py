@@ -17,6 +17,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.integrations import hub_kernels
 
 from tests.helpers import make_tiny_llama, make_tiny_model
 from tests.reference import (
@@ -127,11 +128,17 @@ def test_sharing_stops_where_a_mask_costs_more():
     assert bundles(900, 100, 4) == [4] and bundles(900, 100, 4, attention="eager") == [1] * 4
 
 
-@pytest.fixture(params=["sdpa", "sdpa in calls", "sdpa in varlen", "eager"])
+KERNEL = "kernels-community/flash-attn2"
+
+
+@pytest.fixture(params=["sdpa", "sdpa in calls", "sdpa in varlen", "eager", KERNEL])
 def attention(request, monkeypatch):
     """The name of an attention implementation; of SDPA with a mask, with a call per sample, and as
-    on a GPU.
+    on a GPU. What the package `kernels` would load from the hub, for a GPU, has a stand-in.
     """
+    kernel = SimpleNamespace(flash_attn_func=flash_by_hand, flash_attn_varlen_func=kernel_by_hand)
+    monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
+    monkeypatch.setattr(hub_kernels, "get_kernel", lambda *_, **options: kernel)
     in_calls = request.param == "sdpa in calls"
     monkeypatch.setattr(forward, "_is_cheaper_in_calls", lambda *_: in_calls)
     if request.param == "sdpa in varlen":
@@ -165,13 +172,28 @@ def varlen_by_hand(
     return torch.cat(outputs, 1).transpose(0, 1)
 
 
+def kernel_by_hand(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal
+):
+    assert causal
+    borders = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return varlen_by_hand(
+        q, k, v, *borders, scale=softmax_scale, window_size=(-1, 0), enable_gqa=True
+    )
+
+
+def flash_by_hand(q, k, v, softmax_scale, causal):
+    parts = (x.transpose(1, 2) for x in (q, k, v))
+    options = {"is_causal": causal, "scale": softmax_scale, "enable_gqa": True}
+    return scaled_dot_product_attention(*parts, **options).transpose(1, 2)
+
+
 def make_sharing_trainer(make_trainer, make_model, attention, lora, checkpointing, **options):
     """A trainer whose model is not the one that it started from."""
-    model = make_model()
-    model.set_attn_implementation(attention)
     trainer = make_trainer(
-        model, use_lora=lora, lora_rank=4, gradient_checkpointing=checkpointing, temperature=0.7,
-        max_tokens_per_microbatch=60, share_prefixes=True, **options,
+        make_model(), use_lora=lora, lora_rank=4, gradient_checkpointing=checkpointing,
+        temperature=0.7, max_tokens_per_microbatch=60, share_prefixes=True,
+        attn_implementation=attention, **options,
     )  # fmt: skip
     if checkpointing:
         switch_checkpointing_on(trainer)
@@ -182,8 +204,8 @@ def make_sharing_trainer(make_trainer, make_model, attention, lora, checkpointin
 # The lists have different lengths, so that each meets many of the others.
 SHARED = [
     *zip(
-        [*LOSS_OPTIONS, "ppo", "cispo", "cispo", "ppo", "gspo", "icepop"],
-        [*["sdpa", "sdpa in calls", "eager"] * 3, *["sdpa in varlen"] * 4],
+        [*LOSS_OPTIONS, "ppo", "cispo", "cispo", "ppo", "gspo", "icepop", "cispo"],
+        [*["sdpa", "sdpa in calls", "eager"] * 3, *["sdpa in varlen"] * 4, KERNEL],
         cycle([make_tiny_model, make_tiny_llama, make_tiny_llama, make_tiny_model]),
         cycle([False, True]),
         cycle([(False, 10_000), (True, 7), (False, 1), (True, 10_000), (False, 7)]),
