@@ -255,31 +255,6 @@ def test_compiled_layers_keep_samples_apart_and_serve_rows_of_any_length(
     assert num_graphs[0] > 0 and num_graphs[1] <= num_graphs[0] + 2
 
 
-def logits_of_samples(model, microbatch, inputs):
-    logits = model(input_ids=microbatch.input_ids, use_cache=False, **inputs).logits
-    return [logits[segment.row, torch.from_numpy(segment.path)] for segment in microbatch.segments]
-
-
-@torch.no_grad()
-def test_flash_attention_gets_the_sequences_of_the_samples(monkeypatch):
-    """A stand-in for flash attention, which needs a GPU: the sequences that it is given."""
-    emulate_varlen(monkeypatch)
-    model = make_tiny_llama().eval()
-    samples = make_tree(4)[:10]
-    (plan,), num_shared = plan_all(samples, 10**6, layout="flat")
-    microbatch = collate(samples, plan[0], [1.0] * len(samples), 0, num_shared)
-    expected = logits_of_samples(
-        model, microbatch, forward.inputs_of_shared_rows(microbatch, "sdpa")
-    )
-    inputs = forward.inputs_of_shared_rows(microbatch, "flash_attention_2")
-    functions = forward.ALL_ATTENTION_FUNCTIONS
-    monkeypatch.setitem(functions._global_mapping, "flash_by_hand", forward._varlen)
-    forward.wrap_attention("flash_by_hand")
-    monkeypatch.setitem(functions._local_mapping, "sdpa", functions["flash_by_hand"])
-    given = logits_of_samples(model, microbatch, inputs)
-    assert_close(given, expected, rtol=1e-4, atol=1e-5)
-
-
 def grouped_qkv(device, dtype):
     """Queries of 4 heads, keys and values of 2, of a row of 7 tokens; as a model gives them."""
     torch.manual_seed(0)
