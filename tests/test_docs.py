@@ -112,6 +112,22 @@ def test_the_list_of_pages_has_each_page_once():
     assert {*listed} == {path.name for path in DOCS.glob("*.md")} - {"index.md"}
 
 
+def test_llms_txt_is_a_title_a_summary_and_the_list_of_pages():
+    """Its form is that of llmstxt.org. Who changes index.md copies the list."""
+    head, _, pages = read("docs/llms.txt").partition("\n## ")
+    assert re.match(r"# verifiers_rl\n\n> .+\n\n", head)
+    assert pages == read("docs/index.md").partition("\n## ")[2]
+    assert len(re.findall(r"^- \[.+\]\(.+\): .", pages, re.MULTILINE)) == pages.count("\n- ")
+
+
+def test_the_image_copies_files_that_exist_and_installs_extras_that_exist():
+    for instruction, rest in re.findall(r"^([A-Z]+) (.*)", read("Dockerfile"), re.MULTILINE):
+        if instruction == "COPY":
+            assert all((ROOT / source).exists() for source in rest.split()[:-1]), rest
+        for line in rest.split(" && ") if instruction == "RUN" else ():
+            check_command(shlex.split(line), "Dockerfile")
+
+
 # --- The generated page ---------------------------------------------------------------------------
 
 
@@ -321,6 +337,7 @@ def test_blocks_are_of_a_language_that_is_checked():
 COMMANDS = ("view", "generate", "replay")  # of vf-rl
 # Programs of others; what they are given is theirs.
 OTHERS = {"cd", "cp", "docker", "export", "git", "nvidia-smi", "openssl", "source", "ssh", "uv"}
+OTHERS |= {"/opt/venv/bin/pip", "apt-get", "python3", "rm"}
 
 
 def commands(page):

@@ -191,12 +191,3 @@ def test_its_help_and_the_index_have_each_example(run_setup):
     for name in NAMES:
         assert re.search(rf"^  {name.replace('_', '-')} +\S.{{8}}", said, re.MULTILINE), name
         assert f"({name}/README.md)" in index
-
-
-def test_a_wheel_has_the_examples_where_they_are_looked_for():
-    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    targets = pyproject["tool"]["hatch"]["build"]["targets"]
-    folder = setup.PACKAGE / "examples"
-    assert targets["wheel"]["sources"] == {"examples": str(folder.relative_to(ROOT))}
-    assert "examples" in targets["wheel"]["only-include"]
-    assert "examples" in targets["sdist"]["include"]

@@ -345,7 +345,8 @@ class RLConfig(TrainingArguments):
     --hf-overrides '{"head_dtype": "float32"}'."""
     attn_implementation: str | None = None
     """Attention of the policy, as transformers names it: sdpa, eager, flex_attention,
-    flash_attention_2. Default: what transformers chooses for the model."""
+    flash_attention_2, or kernels-community/flash-attn2, which the package kernels loads. Default:
+    what transformers chooses for the model."""
     max_seq_len: Annotated[int, Field(ge=2)] = 2048
     """Longest sequence in tokens, prompt included. A longer one is cut and counts as truncated."""
     max_prompt_len: PositiveInt | None = None

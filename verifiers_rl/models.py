@@ -156,15 +156,17 @@ def _dequantized(config: Any) -> dict[str, Any] | None:
 
 def _set_attention(model: Any, implementation: str | None) -> None:
     base = model.get_base_model() if hasattr(model, "peft_config") else model
-    if implementation is None or base.config._attn_implementation == implementation:
+    before = base.config._attn_implementation
+    if implementation is None or before == implementation:
         return
     try:
         base.set_attn_implementation(implementation)
     except (ImportError, ValueError, KeyError) as error:
         raise ConfigError(f"attn_implementation={implementation!r}: {error}") from error
-    if (chosen := base.config._attn_implementation) != implementation:
+    # Transformers may have taken one of the package `kernels` in place of flash-attn, and says so.
+    if base.config._attn_implementation == before:
         raise ConfigError(
-            f"attn_implementation={implementation!r}: {type(base).__name__} keeps {chosen!r}"
+            f"attn_implementation={implementation!r}: {type(base).__name__} keeps {before!r}"
         )
 
 
