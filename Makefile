@@ -72,7 +72,7 @@ demo: $(INSTALLED)
 		sys.excepthook = lambda kind, error, trace: print(error); reserve_port('127.0.0.1', $(PORT))" || \
 		{ echo "Another port: make demo PORT=8001"; exit 1; }
 	$(BIN)/python examples/warm_start.py $(EXAMPLE)/reverse_text.py $(EXAMPLE)/outputs/warm_start
-	$(BIN)/vf-rl @ $(EXAMPLE)/rl.toml --trainer.args.vllm_server_port $(PORT) --overwrite --no-tmux
+	$(BIN)/vf-rl @ $(EXAMPLE)/rl.toml --trainer.args.vllm_server_port $(PORT) --overwrite
 endif
 
 test: $(INSTALLED) $(CLASSIC)

@@ -73,9 +73,7 @@ def run(
     start = time.monotonic()
     with (output / "log.txt").open("wb") as log:
         command = [sys.executable, "-m", "verifiers_rl.cli.rl", "@", str(output / "rl.toml")]
-        subprocess.run(
-            [*command, "--overwrite", "--no-tmux"], check=True, stdout=log, stderr=subprocess.STDOUT
-        )
+        subprocess.run([*command, "--overwrite"], check=True, stdout=log, stderr=subprocess.STDOUT)
     run_s = time.monotonic() - start
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     evaluations = [row for row in rows if "eval_reward" in row]

@@ -92,7 +92,7 @@ def main() -> None:
             "learning_rate": 1e-5, "logging_steps": 1, "save_strategy": "steps",
             "save_steps": options.save_steps, "save_total_limit": 2, "eval_strategy": "no",
         }  # fmt: skip
-        words = [sys.executable, "-c", "from verifiers_rl.cli.rl import main; main()", "--no-tmux"]
+        words = [sys.executable, "-c", "from verifiers_rl.cli.rl import main; main()"]
         words += ["@", str(ROOT / "examples/reverse_text/rl.toml"), "--model", str(model)]
         words += [w for key, value in keys.items() for w in (f"--trainer.args.{key}", str(value))]
         with Started(words, {**os.environ, "PYTHONPATH": str(ROOT)}, Path(name, "log")) as started:

@@ -272,6 +272,6 @@ def test_an_environment_that_cannot_work_ends_vf_rl_before_its_server_is_up(
     tokenizer.save_pretrained(tmp_path / "model")
     options = f'output_dir = "{tmp_path}/run"\nvllm_server_port = {free_port()}\nmax_seq_len = 32\n'
     toml = write_toml(env + ON_A_CPU + options)
-    said = error_of(rl, "@", toml, "--no-tmux")
+    said = error_of(rl, "@", toml)
     assert said.startswith("vf-train: error: ") and "'env': it has no tasks" in said
     assert processes_of(tmp_path) == {}

@@ -260,7 +260,7 @@ def test_the_flat_example_runs_on_a_cpu_with_another_model_and_environment(warm_
         f"vllm_server_port = {free_port()}\n"
     )
     words = ["@", tmp_path / "hosted.toml", "@", tmp_path / "here.toml", "--max_steps", "3"]
-    words += ["--batch_size=32", "--eval.interval", "2", "--eval.num_examples=8", "--no-tmux"]
+    words += ["--batch_size=32", "--eval.interval", "2", "--eval.num_examples=8"]
     variables = {"VF_RL_TEST": str(tmp_path), "PYTHONPATH": str(ROOT), "WANDB_MODE": "offline"}
     variables |= {"WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
     # From another folder than the TOMLs', whose modules are found all the same.
@@ -302,7 +302,7 @@ def test_vf_rl_starts_a_killed_server_again_beside_a_teacher_and_training_goes_o
     no_evaluations = {"eval_on_start": "false", "eval_strategy": '"no"', "eval_steps": None}
     toml = write_run(tmp_path, warm_start, max_steps=12, **no_evaluations)
     teach(toml, warm_start)
-    command = [sys.executable, "-m", "verifiers_rl.cli.rl", "@", str(toml), "--no-tmux"]
+    command = [sys.executable, "-m", "verifiers_rl.cli.rl", "@", str(toml)]
     environment = {**os.environ, "VF_RL_TEST": str(tmp_path)}
     with Started(command, environment, tmp_path / "output.log") as run:
         run.wait_until(lambda: num_steps(tmp_path) > 1)
@@ -422,7 +422,7 @@ def test_a_run_on_a_shared_device_goes_on_when_either_side_is_killed_in_a_phase(
         ("[trainer]", '[trainer]\nclass = "turns:TakesTurns"'),
     )
     (tmp_path / "turns.py").write_text(TAKES_TURNS)
-    words = ["-c", LIKE_A_GPU, "@", str(toml), "--no-tmux"]
+    words = ["-c", LIKE_A_GPU, "@", str(toml)]
     variables = {"VF_RL_TEST": str(tmp_path), "PYTHONPATH": str(ROOT)}
     with Started(
         [sys.executable, *words], {**os.environ, **variables}, tmp_path / "output.log"

@@ -1,24 +1,19 @@
-"""`vf-rl @ config.toml [-s SESSION]`: server and trainer together, from one configuration: a TOML,
-or several, under keys of the command line (cli/config.py).
+"""`vf-rl @ config.toml`: server and trainer together, from one configuration: a TOML, or several,
+under keys of the command line (cli/config.py).
 
 The servers get the first GPUs and the trainer the next ones, or both get the only one. The server's
-output goes into the folder `logs` of the run's folder, and the trainer's comes here. In a terminal
-with tmux both are shown in a session of two panes, which continues when the terminal is closed;
-elsewhere the exit status is the trainer's. In both cases one supervisor starts them, restarts the
-server when it dies, and ends both.
+output goes into the folder `logs` of the run's folder, and the trainer's comes here, as does its
+exit status. One supervisor starts them, restarts the server when it dies, and ends both.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from verifiers_rl.cli.config import (
@@ -33,7 +28,6 @@ from verifiers_rl.cli.ending import end_with
 from verifiers_rl.cli.errors import fail
 from verifiers_rl.cli.layers import load_leaf
 from verifiers_rl.cli.plan import (
-    ServerPlan,
     check_start,
     check_trainer_options,
     is_on_several,
@@ -51,8 +45,7 @@ COMMANDS = {"view": "cli.view", "replay": "replay", "generate": "sft.generate"}
 NUM_GROUPS = 2  # in a step of a check
 NUM_STEPS = 2  # of a check; the second is sampled from weights that the first has pushed
 USAGE = (
-    "vf-rl @ config.toml [@ more.toml] [--KEY VALUE] [-s SESSION] [--no-tmux]\n"
-    "                         [--resume | --overwrite]\n"
+    "vf-rl @ config.toml [@ more.toml] [--KEY VALUE] [--resume | --overwrite]\n"
     "       vf-rl --check @ config.toml\n"
     "       vf-rl --dry-run @ config.toml\n"
     "       vf-rl --eject [DIR]\n"
@@ -85,10 +78,6 @@ def run() -> int:
     if module := COMMANDS.get(name := " ".join(sys.argv[1:2])):
         return load_leaf(module, f"vf-rl {name}").main(sys.argv[2:])
     parser = argparse.ArgumentParser(prog="vf-rl", usage=USAGE, description=__doc__, **PARSER)
-    parser.add_argument("-s", "--session", default="vf-rl", help="name of the tmux session")
-    parser.add_argument(
-        "--no-tmux", action="store_true", help="child processes, even in a terminal"
-    )
     add_run_options(parser)
     parser.add_argument(
         "--check",
@@ -112,15 +101,11 @@ def run() -> int:
         return show_gpus(config)
     if options.check:
         return check(config)
-    has_tmux = sys.stdout.isatty() and shutil.which("tmux") and not options.no_tmux
-    return run_anywhere(config, options.session if has_tmux else None)
+    return run_anywhere(config)
 
 
-def run_anywhere(config: RunConfig, session: str | None = None) -> int:
+def run_anywhere(config: RunConfig) -> int:
     """Run on this machine, or on several. Returns the exit status.
-
-    Args:
-        session: name of a session of tmux for the run; without one, it runs here.
 
     Raises:
         TomlError, RunFolderError: the run cannot begin.
@@ -133,13 +118,8 @@ def run_anywhere(config: RunConfig, session: str | None = None) -> int:
     args = check_trainer_options(config)
     check_start(config, args)
     plans = plan_run(config)
-    folder = Path(args.output_dir).absolute()
-    here = ThisMachine(
-        config, plans, folder / LOGS, lambda: trainer_command(config, words_of(config))
-    )
-    if session is not None:
-        here.close()  # the vf-rl in the session has its own
-        return run_in_tmux(config, session, folder, plans)
+    logs = Path(args.output_dir).absolute() / LOGS
+    here = ThisMachine(config, plans, logs, lambda: trainer_command(config, words_of(config)))
     write_resolved(config, args.output_dir)
     return supervise(config, plans, here)
 
@@ -208,74 +188,6 @@ def problem_of(metrics: Path) -> str | None:
         return f"mismatch_kl above {bound:g}: docs/mismatch.md says what brings both sides together"
     print("vf-rl: all is ok", flush=True)
     return None
-
-
-# --- A session of tmux ----------------------------------------------------------------------------
-
-
-def session_name(wanted: str) -> str:
-    """Return a name that tmux neither changes nor interprets: "." and ":" separate windows and
-    panes, "$", "@", "%", "=" and others have a meaning where a session is named.
-    """
-    name = re.sub(r"[^\w-]", "_", wanted, flags=re.ASCII)
-    if not name.strip("_") or name.startswith("-") or name == "default":  # tmux's own server
-        fail(f"-s {wanted!r}: give the tmux session another name, of letters and digits")
-    return name
-
-
-def run_in_tmux(config: RunConfig, wanted: str, folder: Path, plans: Sequence[ServerPlan]) -> int:
-    """Start the run in a session and show it: a pane with the servers' logs, and one with the
-    trainer. Both stay when the run has ended, until somebody presses Enter there. Every command is
-    an argument list: tmux runs it without a shell. Returns the exit status of tmux.
-
-    The session has a tmux server of its own. This server starts with our environment, which
-    therefore is in no command, where all users of this machine could read it.
-
-    Args:
-        wanted: the session's name.
-        folder: the output_dir, absolute.
-        plans: of the servers.
-    """
-    session = session_name(wanted)
-    tmux = ["tmux", "-L", session]
-    if call(*tmux, "has-session") == 0:
-        fail(
-            f"tmux session {session!r} exists; choose another name with -s, or end it: "
-            f"tmux -L {session} kill-server"
-        )
-    stays = ["start-server", ";", "set-option", "-g", "remain-on-exit", "on", ";"]
-    width, height = map(str, shutil.get_terminal_size())
-    new = ["new-session", "-d", "-s", session, "-x", width, "-y", height, "--"]
-    if call(*tmux, *stays, *new, *command_in_session(config)) != 0:
-        fail("tmux started no session; start with --no-tmux")
-    if logs := [f"{folder}/{LOGS}/{plan.name}.log" for plan in plans]:  # where there is room
-        call(*tmux, "split-window", "-d", "-b", "-l", "30%", "--", "tail", "-F", *logs)
-    call(
-        *tmux,
-        "bind-key",
-        "-n",
-        "Enter",
-        "if-shell",
-        "-F",
-        "#{pane_dead}",
-        "kill-session",
-        "send-keys Enter",
-    )
-    print(
-        f"vf-rl: running in tmux session {session!r}: tmux -L {session} attach. When the run has "
-        f"ended, Enter closes it; its files: {folder}",
-        flush=True,
-    )
-    return 0 if "TMUX" in os.environ else subprocess.call([*tmux, "attach-session"])
-
-
-def command_in_session(config: RunConfig) -> list[str]:
-    return [sys.executable, "-m", "verifiers_rl.cli.rl", *words_of(config), "--no-tmux"]
-
-
-def call(*words: str) -> int:
-    """Return the exit status of a command; what it prints is not shown."""
-    return subprocess.run(words, capture_output=True).returncode
 
 
 if __name__ == "__main__":
