@@ -516,6 +516,9 @@ main(int(descriptor), int(parent), make_environment)
 """
 
 
+_OF_PACKAGES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+
+
 def start_process(
     python: str, recipes: Sequence[dict[str, Any]]
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
@@ -543,16 +546,11 @@ def start_process(
             [python or sys.executable, "-c", _MAIN, *words],
             pass_fds=[theirs.fileno()],
             stdin=file,
-            env=clean_environment() if python else None,
+            # Without the variables by which our packages would hide another Python's.
+            env={k: v for k, v in os.environ.items() if not (python and k in _OF_PACKAGES)},
             process_group=0,  # so that processes that it leaves behind can be ended
         )
     return process, connection
-
-
-def clean_environment() -> dict[str, str]:
-    """Return our variables without those by which our packages would hide another Python's."""
-    ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-    return {name: value for name, value in os.environ.items() if name not in ours}
 
 
 def wait_for_end(process: subprocess.Popen[bytes]) -> int:
