@@ -51,7 +51,6 @@ from verifiers_rl.data import describe_error, printable
 from verifiers_rl.envs.base import (
     HOW_TO_MAKE_PYTHON,
     InvalidEnvironmentError,
-    PortableEnvironment,
     needs_script,
     pickle_for_worker,
 )
@@ -191,14 +190,23 @@ class WorkerEnvironment:
     """The `EnvRunner` of an environment whose groups run in worker processes.
 
     Args:
-        env: the environment in this process. Later changes of it do not reach the workers.
+        env: the environment in this process, an `EnvRunner` with `name`, `description` and
+
+            recipe()                    how to make in a worker what runs its tasks: a function
+                                        without arguments that can be pickled, or a dict of JSON for
+                                        `made_there.make_environment`. It may raise NotPortableError
+            async task(split, index)    an example, which is pickled for `run_task` of what the
+                                        recipe makes; None: the workers have the examples, and
+                                        `run_group` is called
+
+            Later changes of it do not reach the workers.
         pool: workers for all environments of the run that use one Python.
 
     Raises:
         NotPortableError: a worker could not make it again.
     """
 
-    def __init__(self, env: PortableEnvironment, pool: WorkerPool) -> None:
+    def __init__(self, env: Any, pool: WorkerPool) -> None:
         self.env, self.pool = env, pool
         self.weights, self.sizes = env.weights, env.sizes
         self.description = env.description.replace("in this process", "in rollout workers")
@@ -249,7 +257,7 @@ class WorkerPool:
 
         Args:
             name: of the environment.
-            recipe: see `PortableEnvironment.recipe`.
+            recipe: see `WorkerEnvironment`.
             is_quiet: what it logs as it is made was said when it was made the first time.
 
         Raises:
