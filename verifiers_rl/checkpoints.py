@@ -151,7 +151,11 @@ class Checkpoints(TrainerCallback):
             write: Trainer's own saving, into a folder below `run_dir`.
         """
         trainer, args, step = self._trainer, self._trainer.args, self._trainer.state.global_step
-        self._sync_files()
+        # A run that goes on from the checkpoint does not write rows up to this step again, so the
+        # disk must have all rows of metrics and rollouts.
+        trainer._files.checkpoint()
+        if trainer.is_world_process_zero() and (self._folder / METRICS).is_file():
+            sync(self._folder / METRICS)
         states = {name: part.state_dict(step) for name, part in self.kept.items()}
         with self._complete(f"checkpoint-{step}") as folder:
             self.run_dir = str(folder.parent)
@@ -268,14 +272,6 @@ class Checkpoints(TrainerCallback):
             self._hosts.barrier(what, SAVE_S)
 
     # --- What is around a checkpoint --------------------------------------------------------------
-
-    def _sync_files(self) -> None:
-        """Wait until the disk has all rows of metrics and rollouts up to this step: a run that
-        goes on from the checkpoint does not write them again.
-        """
-        self._trainer._files.checkpoint()
-        if self._trainer.is_world_process_zero() and (self._folder / METRICS).is_file():
-            sync(self._folder / METRICS)
 
     def _find_best(self) -> None:
         """Set the path of the best checkpoint. The one in trainer_state.json may be of a folder

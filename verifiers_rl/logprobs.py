@@ -281,10 +281,6 @@ def chunk_size_for(vocab_size: int, device_type: str) -> int:
     return max(_CHUNK_ELEMENTS.get(device_type, _CHUNK_ELEMENTS["cpu"]) // vocab_size, 1)
 
 
-def _text_config(model: Any) -> Any:
-    return model.config.get_text_config()
-
-
 class _InPlaceOf(torch.autograd.Function):
     """Gives a copy of a weight in another dtype, whose gradient goes to the weight in float32."""
 
@@ -360,7 +356,7 @@ def hidden_states_in_place_of_logits(
         Hidden states (n, hidden_size) -> logits (n, vocabulary).
     """
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
-    config = _text_config(model)
+    config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     real_forward, cap = head.forward, getattr(config, "final_logit_softcapping", None)
     # ZeRO-3 gathers weights in hooks around the call of a module, in forward and backward. FSDP2
     # keeps the head's weights gathered until the backward, and its hooks expect a single call.

@@ -135,15 +135,10 @@ def expert_load(model: Any, samples: Sequence[Sample]) -> dict[str, float]:
     known = [s.extras[ROUTED_EXPERTS] for s in samples if ROUTED_EXPERTS in s.extras]
     if not known:
         return {}
-    num_tokens = sum(len(experts) for experts in known)
-    counted = np.concatenate(known[:: -(-num_tokens // MAX_COUNTED)])  # (tokens, layers, top_k)
+    counted = np.concatenate(known[:: -(-sum(map(len, known)) // MAX_COUNTED)])
     loads = []
     for layer, router in routers_of(model):
-        chosen = counted[:, layer]
+        chosen = counted[:, layer]  # (tokens, top_k)
         counts = np.bincount(chosen[chosen >= 0], minlength=router.num_experts)
-        loads.append(counts / max(counts.mean(), 1e-9))  # (experts,), 1 where it is even
-    return {
-        "expert_load_max": float(np.mean([load.max() for load in loads])),
-        "expert_load_cv": float(np.mean([load.std() for load in loads])),
-        "expert_bytes": sum(experts.nbytes for experts in known) / num_tokens,
-    }
+        loads.append(counts.max() / max(counts.mean(), 1e-9))
+    return {"expert_load_max": float(np.mean(loads))}

@@ -21,7 +21,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from pydantic import ValidationError
@@ -29,7 +29,6 @@ from pydantic import ValidationError
 from verifiers_rl.envs.records import versions_of_reply
 from verifiers_rl.inference import allowed_tokens
 from verifiers_rl.option_rules import PositiveInt, PositiveNumber, checkers, problem_of
-from verifiers_rl.requests import EnvRunner
 from verifiers_rl.types import (
     ALLOWED_TOKENS,
     LARGEST_REWARD,
@@ -258,33 +257,6 @@ class RunnerOptions:
         if self.max_prompt_len is not None:
             return f"prompts longer than max_prompt_len={self.max_prompt_len}"
         return f"prompts that fill max_seq_len={self.max_seq_len} (raise it, or set max_prompt_len)"
-
-
-class PortableEnvironment(EnvRunner, Protocol):
-    """An environment that rollout workers can make again.
-
-    Attributes:
-        name: of its metrics.
-        description: a line for the start of a run.
-    """
-
-    name: str
-    description: str
-
-    def recipe(self) -> Any:
-        """Return how to make in a worker what runs its tasks: a function without arguments that can
-        be pickled, or a dict of JSON, for `made_there.make_environment`.
-
-        Raises:
-            NotPortableError: that is not possible.
-        """
-        ...
-
-    async def task(self, split: Split, index: int) -> Any:
-        """Return an example, which is pickled for `run_task` of what the recipe makes; None: the
-        workers have the examples, and `run_group` is called.
-        """
-        ...
 
 
 @dataclass

@@ -26,7 +26,7 @@ from verifiers_rl.types import Split
 
 
 class ForeignEnvironment:
-    """The `base.PortableEnvironment` of an environment that only its rollout workers can make.
+    """An environment that only its rollout workers can make, see `workers.WorkerEnvironment`.
 
     Args:
         table: what [env] has in a TOML, see `v1_loading.load_v1_environment`.

@@ -51,7 +51,6 @@ from verifiers_rl.data import describe_error, printable
 from verifiers_rl.envs.base import (
     HOW_TO_MAKE_PYTHON,
     InvalidEnvironmentError,
-    PortableEnvironment,
     needs_script,
     pickle_for_worker,
 )
@@ -191,14 +190,23 @@ class WorkerEnvironment:
     """The `EnvRunner` of an environment whose groups run in worker processes.
 
     Args:
-        env: the environment in this process. Later changes of it do not reach the workers.
+        env: the environment in this process, an `EnvRunner` with `name`, `description` and
+
+            recipe()                    how to make in a worker what runs its tasks: a function
+                                        without arguments that can be pickled, or a dict of JSON for
+                                        `made_there.make_environment`. It may raise NotPortableError
+            async task(split, index)    an example, which is pickled for `run_task` of what the
+                                        recipe makes; None: the workers have the examples, and
+                                        `run_group` is called
+
+            Later changes of it do not reach the workers.
         pool: workers for all environments of the run that use one Python.
 
     Raises:
         NotPortableError: a worker could not make it again.
     """
 
-    def __init__(self, env: PortableEnvironment, pool: WorkerPool) -> None:
+    def __init__(self, env: Any, pool: WorkerPool) -> None:
         self.env, self.pool = env, pool
         self.weights, self.sizes = env.weights, env.sizes
         self.description = env.description.replace("in this process", "in rollout workers")
@@ -249,7 +257,7 @@ class WorkerPool:
 
         Args:
             name: of the environment.
-            recipe: see `PortableEnvironment.recipe`.
+            recipe: see `WorkerEnvironment`.
             is_quiet: what it logs as it is made was said when it was made the first time.
 
         Raises:
@@ -516,6 +524,9 @@ main(int(descriptor), int(parent), make_environment)
 """
 
 
+_OF_PACKAGES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+
+
 def start_process(
     python: str, recipes: Sequence[dict[str, Any]]
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
@@ -543,16 +554,11 @@ def start_process(
             [python or sys.executable, "-c", _MAIN, *words],
             pass_fds=[theirs.fileno()],
             stdin=file,
-            env=clean_environment() if python else None,
+            # Without the variables by which our packages would hide another Python's.
+            env={k: v for k, v in os.environ.items() if not (python and k in _OF_PACKAGES)},
             process_group=0,  # so that processes that it leaves behind can be ended
         )
     return process, connection
-
-
-def clean_environment() -> dict[str, str]:
-    """Return our variables without those by which our packages would hide another Python's."""
-    ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-    return {name: value for name, value in os.environ.items() if name not in ours}
 
 
 def wait_for_end(process: subprocess.Popen[bytes]) -> int:

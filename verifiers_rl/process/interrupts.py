@@ -156,13 +156,6 @@ class Interrupts:
             os.close(writing)
             os.close(reading)
 
-    def let_go(self) -> None:
-        """Give signals their usual effect in a process that was forked."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) == self._note:
-                signal.signal(number, signal.SIG_DFL)
-        signal.set_wakeup_fd(-1)
-
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.number = self.number or number
 
@@ -190,9 +183,14 @@ _active: Interrupts | None = None  # that of the run in this process
 
 
 def _let_go_in_child() -> None:
-    """A signal to a forked process, such as one of an environment's pool, is none to the run."""
+    """A signal to a forked process, such as one of an environment's pool, is none to the run. It
+    has its usual effect there.
+    """
     if _active is not None:
-        _active.let_go()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) == _active._note:
+                signal.signal(number, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
 
 
 os.register_at_fork(after_in_child=_let_go_in_child)

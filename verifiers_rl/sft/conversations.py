@@ -176,8 +176,9 @@ class Tokenization:
                 problem = str(error) if isinstance(error, DatasetError) else problem
                 raise DatasetError(f"data {name}, row {number}: {problem}") from error
             num["conversations of several samples"] += len(samples) > 1
-            are_ended = all(self._are_ended(ids, mask) for ids, mask in samples)
-            num["with a turn that no special token ends, so a server would go on"] += not are_ended
+            ends = {i for ids, mask in samples for i in ids[np.diff(mask, append=False) & mask]}
+            is_open = not ends <= self._special
+            num["with a turn that no special token ends, so a server would go on"] += is_open
             num["cut at max_seq_len"] += any(len(ids) > longest for ids, _ in samples)
             cut = [(ids[:longest], mask[:longest]) for ids, mask in samples]
             if kept := [(ids, mask) for ids, mask in cut if mask.any()]:
@@ -341,10 +342,6 @@ class Tokenization:
         """Return the tokens of a text, without those that the tokenizer puts around texts."""
         text.encode()  # half a surrogate pair, as JSON can have: this error names it
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def _are_ended(self, ids: np.ndarray, mask: np.ndarray) -> bool:
-        """Return whether each turn in the loss ends with a special token."""
-        return set(ids[np.diff(mask, append=False) & mask].tolist()) <= self._special
 
 
 def _messages(messages: Any, column: str) -> list[dict[str, Any]]:
