@@ -1,12 +1,17 @@
+import copy
+import math
 import shutil
 from importlib.util import find_spec
 
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch._inductor.exc import InductorError
 from torch.testing import assert_close
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from verifiers_rl import logprobs as logprobs_module
 from verifiers_rl.forward import check_head, reason_against_sharing_rows
@@ -159,6 +164,19 @@ def test_the_compiled_function_equals_the_loops_and_has_their_gradient(
     assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # as above
+def test_the_function_is_compiled_once_for_any_number_of_tokens(monkeypatch):
+    counter = CompileCounter()
+    function = torch.compile(plain_logprobs_and_entropy, backend=counter)
+    monkeypatch.setattr(logprobs_module, "COMPILED_ON", ("cpu",))
+    monkeypatch.setattr(logprobs_module, "compiled", lambda: function)
+    head = nn.Linear(6, 11)
+    for num_tokens in (20, 9, 15):  # chunks of 7, 6, 5, 4, and all but the last once more
+        hidden, targets = torch.randn(num_tokens, 6), torch.randint(11, (num_tokens,))
+        chunked_logprobs_and_entropy(hidden, head, targets, 1.0, 7)[0].sum().backward()
+    assert counter.frame_count == 1
+
+
 @pytest.mark.parametrize("entropy", ["value", "gradient"])
 def test_in_the_compiled_function_impossible_tokens_are_finite(entropy):
     leaf = torch.tensor([[0.0, -torch.inf, 1.0]] * 2, requires_grad=True)
@@ -286,6 +304,65 @@ def test_a_head_in_float32_is_exact_where_the_model_is_bfloat16(name, is_trained
     if is_trained:
         tolerance = 1e-6 if weights == torch.float32 else 4e-3
         assert relative_error(exact[3], expected[3]) < tolerance
+
+
+@pytest.mark.parametrize(
+    ("name", "trained"),
+    [
+        *[("bias in the head", "head"), ("bias in the head", "adapter"), ("divided", "adapter")],
+        *[("soft cap", "head"), ("soft cap", "nothing"), ("multiplied", "nothing")],
+    ],
+)
+def test_autocast_loses_no_more_than_its_rounding_to_bfloat16(name, trained):
+    """Against float64 loops on the logits of transformers' own code, from the same hidden states
+    and weights, which are rounded before. Each rounding is off by at most u = 2^-8 of a number.
+
+    With r roundings on the way to a logit, all logits of a token are off by at most
+    d = r u max |logit| / temperature. So its logprob is off by at most 2 d; its entropy by
+    2 d log V, because the sum of p |log p + H| is at most 2 H; and each p, like each gradient by a
+    logit, which is -p or the sum of the others' p, by a factor of at most exp(2 d). Backward adds
+    at most 12 roundings, and then multiplies: its errors are at most those of the gradient by the
+    logits times absolute values.
+    """
+    model = ARCHITECTURES[name]().requires_grad_(False)
+    model.model.forward = lambda inputs_embeds, **_: BaseModelOutputWithPast(inputs_embeds)
+    if trained == "adapter":
+        options = {"lora_alpha": 4, "target_modules": ["lm_head"], "init_lora_weights": False}
+        get_peft_model(model, LoraConfig(r=4, **options))
+    for parameter in model.lm_head.parameters():
+        parameter.data = (parameter / 8).bfloat16().float()
+        parameter.requires_grad |= trained == "head"
+    exact, hidden = copy.deepcopy(model).double(), torch.randn(1, 40, 16).bfloat16()
+    leaves, exact_leaves = (
+        [states.requires_grad_(), *(p for p in one.lm_head.parameters() if p.requires_grad)]
+        for one, states in ((model, hidden), (exact, hidden.double()))
+    )
+    targets = torch.arange(40)
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        hidden_states_in_place_of_logits(model) as to_logits,
+    ):
+        rows = model(inputs_embeds=leaves[0]).logits[0]
+        given = chunked_logprobs_and_entropy(
+            rows, to_logits, targets, 0.7, 7, head_is_trained=trained != "nothing"
+        )
+    logits = exact(inputs_embeds=exact_leaves[0]).logits
+    expected = reference(logits[0], targets, 0.7)
+    given += torch.autograd.grad((given[0] * (1 + targets % 3)).sum(), leaves)
+    of_logits, *grads = torch.autograd.grad(
+        (expected[0] * (1 + targets % 3)).sum(), [logits, *exact_leaves]
+    )
+    exact.config.final_logit_softcapping = None  # whose derivative is at most 1
+    for parameter in (exact_leaves[0], *exact.lm_head.parameters()):
+        parameter.data.abs_()
+    num_roundings = 1 + 3 * (trained == "adapter") + 3 * (name == "soft cap")
+    d = num_roundings * 2**-8 * logits[0].detach().abs().amax(-1) / 0.7
+    errors = of_logits.abs() * (torch.expm1(2 * d) + 12 * 2**-8)[:, None]
+    products = exact(inputs_embeds=exact_leaves[0]).logits
+    bounds = [2 * d, 2 * math.log(64) * d, *torch.autograd.grad(products, exact_leaves, errors)]
+    errors = [(a - b).abs() for a, b in zip(given, [*expected, *grads], strict=True)]
+    assert all((e <= bound).all() for e, bound in zip(errors, bounds, strict=True))
+    assert errors[0].max() > 1e-4  # which float32 would not reach
 
 
 @pytest.mark.parametrize("head_dtype", [None, torch.float32])

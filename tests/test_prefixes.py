@@ -450,7 +450,7 @@ def test_waiting_is_found():
     assert [name for name, _ in waits.found] == ["_local_scalar_dense"] * 2 + ["index"]
 
 
-ROWS = cycle(["one sample a row", "several", "tree", "tree in calls"])
+ROWS = cycle(["one sample a row", "several", "tree", "tree in calls", "tree in varlen"])
 
 
 @pytest.mark.parametrize(("loss", "rows"), [*zip(LOSS_OPTIONS, ROWS, strict=False)])
@@ -458,6 +458,8 @@ def test_forward_and_backward_of_a_microbatch_wait_for_nothing(
     make_trainer, monkeypatch, loss, rows
 ):
     monkeypatch.setattr(forward, "_is_cheaper_in_calls", lambda *_: "calls" in rows)
+    if "varlen" in rows:
+        emulate_varlen(monkeypatch)
     samples = [sample for sample in make_tree(8) if sample.num_loss_tokens]
     trainer = make_trainer(
         loss=loss, loss_args=LOSS_OPTIONS[loss], use_lora=True, kl_beta=0.1, entropy_beta=0.1
@@ -466,7 +468,8 @@ def test_forward_and_backward_of_a_microbatch_wait_for_nothing(
     numbers = [[i] for i in range(3)] if "one" in rows else [[0, 1, 2], [3]]
     num_shared = None
     if "tree" in rows:
-        ((numbers, *_),), num_shared = plan_all(samples, 1000)
+        layout = trainer.tried_support.layout
+        ((numbers, *_),), num_shared = plan_all(samples, 1000, layout=layout)
     microbatch = collate(samples, numbers, [1.0] * len(samples), 0, num_shared)
     assert microbatch.shares_prefixes == ("tree" in rows)
     means = TokenMeans()

@@ -131,7 +131,7 @@ class SampleSegments:
             queries = [segment.stop - segment.start for segment in segments]
             paths = [segment.path for segment in segments]
             keys = [len(path) for path in paths]
-            columns = torch.from_numpy(np.concatenate(paths)).to(device, non_blocking=True)
+            columns = copy_to(torch.from_numpy(np.concatenate(paths)), device)
             self.rows.append((queries, keys, columns))
             for n, m in zip(queries, keys, strict=True):
                 if way == "calls" and n < m and (n, m) not in self.masks:
@@ -140,7 +140,7 @@ class SampleSegments:
 
         def borders(lengths: list[int]) -> Tensor:
             ends = np.cumsum([0, *lengths], dtype=np.int32)
-            return torch.from_numpy(ends).to(device, non_blocking=True)
+            return copy_to(torch.from_numpy(ends), device)
 
         queries, keys, _ = self.rows[0]
         self.sequences = {

@@ -136,7 +136,11 @@ def token_logprobs_and_entropy(
         logprobs (N,) float32 in nats, with gradient; entropy (N,) float32 in nats.
     """
     if logits.device.type in COMPILED_ON and allowed is None:
-        return compiled()(logits, targets, temperature, entropy)
+        # Once for any number of tokens, and for an entropy that is asked for and one that is not.
+        for tensor in (logits, targets):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        wanted: Entropy = "gradient" if entropy == "gradient" else "value"
+        return compiled()(logits, targets, temperature, wanted)
     # An autograd node has this attribute if it saves its own output, as the node of tanh does.
     overwrite = overwrite and not hasattr(logits.grad_fn, "_raw_saved_result")
     return _TokenLogprobs.apply(logits, targets, temperature, entropy, overwrite, allowed)

@@ -456,7 +456,9 @@ register_dataclass(Microbatch)
 
 
 def copy_to(part: Any, device: torch.device) -> Any:
-    """Copy all tensors of a microbatch. From pinned memory, so the host does not wait for it."""
+    """Copy a tensor, or all tensors of a microbatch. From pinned memory, so the host does not wait
+    for it.
+    """
     is_cuda = device.type == "cuda"
 
     def copy(tensor: Tensor) -> Tensor:
