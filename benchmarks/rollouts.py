@@ -4,13 +4,14 @@
     python benchmarks/rollouts.py --scoring 0 1 10 100
 
 A real vf-vllm serves a model of 0.85 M parameters to a `verifiers` environment of one turn and to
-one of four, in a rollout worker, as by default: "v1". Its time includes environment, scoring,
-advantages and samples. "raw" posts the same request bodies again with aiohttp, from a process of
-its own: the turns of a rollout one after the other, and as many rollouts at a time; it parses only
-JSON. Every reply has the same number of tokens (`min_tokens`). The server's prefix cache is off,
-because raw would find all of its prompts there.
+one of four, in a rollout worker, as by default: "v1". "env_from" has the same prompts, for one
+turn. Their time includes environment, scoring, advantages and samples. "raw" posts the bodies of
+v1's requests again with aiohttp, one for each rollout, from a process of its own: the turns of a
+rollout one after the other, and as many rollouts at a time; it parses only JSON. Every reply has
+the same number of tokens (`min_tokens`). The server's prefix cache is off, because raw would find
+all of its prompts there.
 
-Both are measured alone, and while a real RLTrainer takes steps in this process: forward, backward
+All are measured alone, and while a real RLTrainer takes steps in this process: forward, backward
 and optimizer on 64 samples of 64 tokens, on one thread. They take turns; each figure is the median
 over all rounds but the first.
 
@@ -89,6 +90,10 @@ class TalkConfig(vf1.EnvConfig):
 rollout: ContextVar[Any] = ContextVar("rollout", default=None)  # seen by the calls that it makes
 
 
+def is_said(completion: str) -> float:
+    return float(bool(completion))
+
+
 class Talk(vf1.Env[TalkConfig]):
     async def run(self, task: vf1.Task, agents: vf1.Agents) -> None:
         rollout.set(object())
@@ -158,14 +163,18 @@ class Bench:
 
     def make_orchestrator(
         self, num_rollouts: int, concurrent: int, num_turns: int,
-        scoring_s: float = 0.0, env_workers: Any = "auto",
+        scoring_s: float = 0.0, env_workers: Any = "auto", kind: str = "v1",
     ) -> Any:  # fmt: skip
-        from verifiers_rl import Orchestrator, RLConfig
+        from verifiers_rl import Orchestrator, RLConfig, env_from
         from verifiers_rl.envs.make import make_runner
         from verifiers_rl.envs.v1_loading import load_v1_environment
 
-        taskset = {"id": "rollouts", "scoring_s": scoring_s}
-        env = load_v1_environment({"taskset": taskset, "num_turns": num_turns})
+        env: Any
+        if kind == "env_from":
+            env = env_from([{"prompt": question(number)} for number in range(512)], is_said)
+        else:
+            taskset = {"id": "rollouts", "scoring_s": scoring_s}
+            env = load_v1_environment({"taskset": taskset, "num_turns": num_turns})
         args = RLConfig(
             output_dir=self.folder, use_cpu=True, temperature=1.0, max_seq_len=512,
             max_tokens=REPLY_TOKENS, batch_size=num_rollouts, rollouts_per_example=GROUP,
@@ -321,7 +330,8 @@ def measure(bench: Bench, options: Any) -> None:
                 "raw": Raw(bench.url, conversations[:num_rollouts], concurrent, bench.folder)
             }
             with closing_all(played):
-                played["v1"] = Ours(bench, num_rollouts, concurrent, num_turns)
+                for kind in ("env_from", "v1") if num_turns == 1 else ("v1",):
+                    played[kind] = Ours(bench, num_rollouts, concurrent, num_turns, kind=kind)
                 bench.make_trainer()
                 seconds: dict[tuple[str, bool], list[float]] = {}
                 for _ in range(options.rounds + 1):

@@ -305,7 +305,7 @@ def run_one(options: argparse.Namespace) -> None:
         samples[:] = everything
         memory = PeakMemory()
         if options.variant == "compiled" or memory.on_gpu:
-            for _ in range(2):  # the head is compiled for one length, then for any
+            for _ in range(2):  # what is compiled only for other lengths is compiled here
                 step()
             memory = PeakMemory()
         start = time.monotonic()
