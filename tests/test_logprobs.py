@@ -317,12 +317,12 @@ def test_autocast_loses_no_more_than_its_rounding_to_bfloat16(name, trained):
     """Against float64 loops on the logits of transformers' own code, from the same hidden states
     and weights, which are rounded before. Each rounding is off by at most u = 2^-8 of a number.
 
-    With r roundings on the way to a logit, all logits of a token are off by at most
-    d = r u max |logit| / temperature. So its logprob is off by at most 2 d; its entropy by
-    2 d log V, because the sum of p |log p + H| is at most 2 H; and each p, like each gradient by a
-    logit, which is -p or the sum of the others' p, by a factor of at most exp(2 d). Backward adds
-    at most 12 roundings, and then multiplies: its errors are at most those of the gradient by the
-    logits times absolute values.
+    With r roundings on the way to a logit, none of a number larger than the largest logit, all
+    logits of a token are off by at most d = r u max |logit| / temperature. So its logprob is off by
+    at most 2 d; its entropy by 2 d log V, because the sum of p |log p + H| is at most 2 H; and each
+    p, like each gradient by a logit, which is -p or the sum of the others' p, by a factor of at
+    most exp(2 d). Backward adds at most 12 roundings, and then multiplies: its errors are at most
+    those of the gradient by the logits times absolute values.
     """
     model = ARCHITECTURES[name]().requires_grad_(False)
     model.model.forward = lambda inputs_embeds, **_: BaseModelOutputWithPast(inputs_embeds)
