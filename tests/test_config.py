@@ -247,12 +247,12 @@ def test_processes_on_a_cpu_that_know_nothing_of_each_other_are_refused(monkeypa
 @pytest.mark.parametrize(
     ("options", "num_deadlines"),
     [
-        ({}, 2 * 5 + 2),  # 512 rollouts and 64 of an evaluation, 128 at a time
-        ({"max_concurrent": 512}, 2 * 2 + 2),
-        ({"eval_rollouts_per_example": 4}, 2 * 6 + 2),
-        ({"max_off_policy_steps": 2}, 2 * 9 + 3),
-        ({"group_filter": {"min_reward": 0.1, "max_oversampling": 2.0}}, 2 * 9 + 2),
-        ({"env_workers": 1}, 2 * 5 + 3),
+        ({}, 2 * 9 + 3),  # two batches of 512 rollouts and 64 of an evaluation, 128 at a time
+        ({"max_concurrent": 512}, 2 * 3 + 3),
+        ({"eval_rollouts_per_example": 4}, 2 * 10 + 3),
+        ({"max_off_policy_steps": 2}, 2 * 13 + 4),
+        ({"group_filter": {"min_reward": 0.1, "max_oversampling": 2.0}}, 2 * 17 + 3),
+        ({"env_workers": 1}, 2 * 9 + 4),
     ],
 )
 def test_other_ranks_wait_as_long_as_rank_0_may_take(options, num_deadlines):

@@ -355,9 +355,9 @@ class RLConfig(TrainingArguments):
     """Shuffle the examples anew in each epoch. The order follows from seed."""
     max_off_policy_steps: NotNegativeInt = 1
     """Batches requested in advance. 0: each batch is sampled with the newest weights. 1: the next
-    batch is sampled while the trainer works on this one. k > 1 keeps the server busy while a batch
-    waits for its slowest rollouts; weights then change while the server generates, and no token is
-    older than k steps."""
+    batch is sampled while the trainer works on this one, or waits for its slowest rollouts; weights
+    then change while the server generates. No token is older than so many steps. More keep the
+    server busy where a rollout takes longer than a step."""
 
     # --- Sampling ---------------------------------------------------------------------------------
     max_tokens: PositiveInt | None = None
@@ -541,7 +541,7 @@ class RLConfig(TrainingArguments):
         """Seconds that other ranks wait for rank 0's batch and for the evaluation beside it: as
         long as rank 0 may take, in three attempts.
         """
-        num_batches = max(self.max_off_policy_steps, 1)
+        num_batches = self.max_off_policy_steps + 1
         num_rollouts = self.max_groups_per_batch * self.rollouts_per_example * num_batches
         num_evaluated = self.eval_examples * self.eval_rollouts_per_example
         waves = math.ceil(num_rollouts / self.max_concurrent)
