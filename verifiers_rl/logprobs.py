@@ -139,7 +139,7 @@ def token_logprobs_and_entropy(
         # Once for any number of tokens, and for an entropy that is asked for and one that is not.
         for tensor in (logits, targets):
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        wanted: Entropy = "gradient" if entropy == "gradient" else "value"
+        wanted = "value" if entropy == "none" else entropy
         return compiled()(logits, targets, temperature, wanted)
     # An autograd node has this attribute if it saves its own output, as the node of tanh does.
     overwrite = overwrite and not hasattr(logits.grad_fn, "_raw_saved_result")
