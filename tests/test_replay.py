@@ -17,7 +17,7 @@ from verifiers_rl import RLConfig, RLTrainer, losses
 from verifiers_rl.advantages import center_on_group_mean, of_rewards, set_advantages
 from verifiers_rl.cli import rl
 from verifiers_rl.losses import LossOutputs
-from verifiers_rl.replay import main, replay
+from verifiers_rl.replay import Outcome, main, replay, shares_of, table_of
 from verifiers_rl.report.run_folder import read_metrics
 from verifiers_rl.types import Batch, Rollout
 
@@ -117,8 +117,13 @@ def copied(run, tmp_path):
     return Path(shutil.copytree(run[0], tmp_path / "copied"))
 
 
+def files_of_run(folder):
+    paths = (path for path in folder.rglob("*") if "replay" not in path.parts)
+    return {path: path.stat().st_mtime_ns for path in paths}
+
+
 def check_as_trained(folder, gradients):
-    files = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    files = files_of_run(folder)
     logged = [row["loss"] for row in read_metrics(folder / "metrics.jsonl") if "loss" in row]
     for step in (1, STEPS):
         (outcome,) = replay(folder, step).values()
@@ -127,7 +132,7 @@ def check_as_trained(folder, gradients):
         before, _ = outcome.metrics
         assert before["loss"] == pytest.approx(logged[step - 1], abs=1e-4)
         assert before["moved"] == pytest.approx(0, abs=1e-5)
-    assert files == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    assert files == files_of_run(folder)
 
 
 def test_the_gradient_is_that_of_the_run(run):
@@ -143,20 +148,27 @@ def test_the_step_of_the_optimizer_is_that_of_the_run(run):
     folder, _ = run
     (outcome,) = replay(folder, 2).values()
     model = AutoModelForCausalLM.from_pretrained(folder / "checkpoint-2").double()
-    moved = []
+    moved, log_ratios, gains = [], [], []
     for row in pq.read_table(folder / "rollouts").to_pylist():
         if row["step"] != 2 or row["error"]:
             continue
         ends = np.flatnonzero(np.diff(row["sample"])) + 1
-        ids, mask, recorded = (
-            np.split(np.array(row[name]), ends)
-            for name in ("token_ids", "loss_mask", "trainer_logprobs")
+        names = "token_ids", "loss_mask", "trainer_logprobs", "inference_logprobs", "advantages"
+        ids, mask, recorded, sampled, advantages = (
+            np.split(np.array(row[name]), ends) for name in names
         )
         for n in range(len(ids)):
             policy = reference_policy(model, ids[n], 0.7)
             for t in mask[n].nonzero()[0]:
-                moved.append(abs(policy[t - 1][ids[n][t]].item() - recorded[n][t]))
-    assert outcome.metrics[1]["moved"] == pytest.approx(np.mean(moved), rel=1e-4)
+                logprob = policy[t - 1][ids[n][t]].item()
+                moved.append(abs(logprob - recorded[n][t]))
+                log_ratios.append(logprob - sampled[n][t])
+                gains.append(np.exp(log_ratios[-1]) * advantages[n][t])
+    after = outcome.metrics[1]
+    assert after["moved"] == pytest.approx(np.mean(moved), rel=1e-4)
+    assert after["gain"] == pytest.approx(np.mean(gains), abs=1e-5)
+    kl = np.mean(np.expm1(log_ratios) - log_ratios)
+    assert after["mismatch_kl"] == pytest.approx(kl, rel=1e-4)
     assert np.mean(moved) > 0.01
 
 
@@ -174,6 +186,30 @@ def test_cosines_and_shares_of_losses_that_are_known(run):
     for kind in ("place", "probability", "sign of A"):
         shares = [both for name, both in outcomes["reinforce"].shares.items() if kind in name]
         assert np.sum(shares, 0) == pytest.approx([1, 1], abs=1e-6)
+
+
+def test_cosine_and_shares_of_a_case_made_by_hand():
+    # Of two tokens: place, weight, logprob, advantage.
+    tokens = torch.tensor([[0.2, 1.0], [3.0, -1.0], [-3.0, -0.01], [2.0, -2.0]])
+    shares = shares_of(*tokens)
+    kinds = "place <= 0.25", "probability <= 0.1", "sign of A = 1"
+    assert [shares[kind] for kind in kinds] == 3 * [(0.75, 0.5)]
+    gradients = torch.tensor([[3.0, 4.0], [4.0, 3.0]])
+    table = table_of({"ab"[n]: Outcome(gradients[n], [{}], {}, tokens) for n in (0, 1)})
+    assert "| norm of the gradient | 5 | 5 |\n| cosine with a | 1.000 | 0.960 |" in table
+
+
+def test_the_weight_of_each_token_under_each_loss_is_written(run):
+    replay(run[0], 1, ["reinforce", *named(twice)])
+    rows = pq.read_table(run[0] / "rollouts", filters=[("step", "=", 1)]).to_pylist()
+    expected = [
+        (n, t, row["trainer_logprobs"][t], advantage, 2 * advantage)
+        for n, row in enumerate(row for row in rows if row["error"] is None)
+        for t, advantage in enumerate(row["advantages"]) if row["loss_mask"][t]
+    ]  # fmt: skip
+    written = pq.read_table(run[0] / "replay/step-000001.parquet").to_pydict()
+    found = sorted(zip(*written.values(), strict=True))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 def test_advantages_are_computed_again_from_the_recorded_rewards(run):
