@@ -256,7 +256,7 @@ def watch(loss_fn: LossFn, seen: list[Tensor]) -> LossFn:
             outputs.loss, logprobs, retain_graph=True, materialize_grads=True
         )
         columns = [inputs.extras[name] for name in ("rollout_id", NUMBER, RECORDED, PLACE)]
-        columns += [-gradient, logprobs, inputs.advantages]
+        columns += [0 - gradient, logprobs, inputs.advantages]
         seen.append(torch.stack(columns).detach().cpu())
         metrics = {
             "has_gradient": (gradient != 0).float(),
