@@ -592,6 +592,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="the answer, one JSON object a line")
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "ledger")
     options = parser.parse_args()
+    if not isinstance(options.options, dict):
+        parser.error(f"--options {options.options!r}: must be a JSON object, by names of options")
     options.idea = {
         **{n: value for n in ("loss", "advantage") if (value := getattr(options, n)) is not None},
         **options.options,
@@ -609,14 +611,6 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def load_class(name: str) -> Any:
-    """Return the class that `module:Name` names; RLTrainer if the name is empty."""
-    from verifiers_rl import RLTrainer
-
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute) if name else RLTrainer
-
-
 def main() -> None:
     options = parse()
     sys.path.insert(0, os.getcwd())
@@ -624,12 +618,15 @@ def main() -> None:
     kept.parent.mkdir(parents=True, exist_ok=True)
     ideas = {name: SETTINGS[name] for name in options.settings}
     if options.name:
+        from verifiers_rl import RLTrainer
         from verifiers_rl.config import ConfigError
+        from verifiers_rl.option_rules import load_user_code
 
-        ideas[options.name] = options.idea
+        ideas[options.name], kind = options.idea, RLTrainer
         describe(options.idea, options.trainer)
-        kind = load_class(options.trainer)
         try:  # now, and not behind the warm starts
+            if options.trainer:
+                kind = load_user_code(options.trainer, "class")
             args = kind.config_class(use_cpu=True, **options.idea)
             args.complete_loss(None)
             args.make_advantage()
