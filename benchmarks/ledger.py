@@ -650,7 +650,9 @@ def main() -> None:
     print("\n".join(map(json.dumps, answers)) if options.json else table_of(answers))
     here = [row for row in read_rows(LEDGER) if row["machine"] == machine()]
     plot, drawn = (PLOT, here) if options.write else (kept.with_name("ledger.png"), rows)
-    if ideas and importlib.util.find_spec("matplotlib"):
+    if ideas and not importlib.util.find_spec("matplotlib"):
+        say("no plot: matplotlib is not installed")
+    elif ideas:
         draw([row for row in drawn if row["task"] in OF_LEDGER or not options.write], plot)
         say(f"plot: {plot}")
 

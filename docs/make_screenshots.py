@@ -1,11 +1,9 @@
 """Make the pictures of docs/watching.md, in docs/images.
 
-    python docs/make_screenshots.py RUN OTHER [NAME ...]
+    python docs/make_screenshots.py RUN OTHER
 
 RUN is the folder of a run of the demo with `logging_steps = 1` and `log_rollouts = 0.1`, OTHER one
-with other options and with `log_rollouts = 1`, whose first step was replayed (`vf-rl replay OTHER
---step 1 --loss cispo --loss ppo`). With names, only these pictures are made. Needs Chromium and
-playwright. Look at the pictures before they are committed.
+with other options. Needs Chromium and playwright. Look at the pictures before they are committed.
 """
 
 import re
@@ -34,8 +32,6 @@ def main() -> None:
             name: str, runs: list[str], part: str, wait_for: str, width: int = 1180,
             height: int = 860, prepare: Callable[[Any], None] | None = None, scheme: str = "light",
         ) -> None:  # fmt: skip
-            if chosen and name not in chosen:
-                return
             server = subprocess.Popen(
                 [*command, *runs], cwd=ROOT, stdout=subprocess.PIPE, text=True
             )
@@ -67,22 +63,13 @@ def main() -> None:
             page.locator(".message").first.wait_for()
             page.keyboard.press("g")
 
-        def show_weights(page: Any) -> None:
-            page.locator(".rollouts a").nth(5).click()
-            page.locator(".message").first.wait_for()
-            page.keyboard.press("t")
-            page.locator("input[value='weight ppo']").check()
-            page.locator(".token[data-i]").nth(12).hover()
-
-        one, both, other, chosen = sys.argv[1:2], sys.argv[1:3], sys.argv[2:3], sys.argv[3:]
+        one, both = sys.argv[1:2], sys.argv[1:3]
         curve = "#chart-reward canvas"
         take("overview", one, "", curve)
         take("compare", both, "", curve)
         take("time", one, "#/time", ".bar", height=660)
         early = "#/rollouts?kind=with_tokens&to_step=10"
         take("tokens", one, early, ".rollouts a", height=760, prepare=show_tokens)
-        first = "#/rollouts?kind=with_tokens&to_step=1"
-        take("weights", other, first, ".rollouts a", height=760, prepare=show_weights)
         take("group", one, early, ".rollouts a", prepare=show_group, scheme="dark")
         take("phone", both, "", curve.replace("canvas", ".now"), 390, 844)
         browser.close()
@@ -91,6 +78,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 3 or re.match("-", sys.argv[1]):
+    if len(sys.argv) != 3 or re.match("-", sys.argv[1]):
         sys.exit(__doc__)
     main()
