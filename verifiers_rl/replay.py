@@ -210,7 +210,7 @@ def replay(
             )
         outcomes[f"{loss} {advantage}".strip()] = outcome
     columns = [*outcome.tokens[:3], *(one.tokens[4] for one in outcomes.values())]
-    path = rollouts_file(folder, step, "replay")
+    path = folder / "replay" / rollouts_file(folder, step).name
     path.parent.mkdir(exist_ok=True)
     unfinished = path.with_suffix(".unfinished")
     table = pa.table([*np.stack(columns)], ["rollout", "token", "trainer_logprob", *outcomes])

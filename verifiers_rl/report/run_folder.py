@@ -380,9 +380,8 @@ def write_run(folder: Path, changes: Mapping[str, Any]) -> None:
     _replace(folder / RUN, as_json({**read_run(folder), **changes}))
 
 
-def rollouts_file(folder: Path, number: int, kind: str = ROLLOUTS) -> Path:
-    """Return the path of a file of rollouts, or with kind="replay" of one that replay.py writes."""
-    return folder / kind / f"step-{number:06d}.parquet"
+def rollouts_file(folder: Path, number: int) -> Path:
+    return folder / ROLLOUTS / f"step-{number:06d}.parquet"
 
 
 def remove_rollouts(folder: Path, behind: int) -> None:

@@ -215,7 +215,8 @@ class Rollouts:
             recorded: (T,) `trainer_logprobs` of the rollout.
         """
         step, file = int(self.index["step"][number]), self._place_of(number)[0]
-        path = rollouts_file(self._files[file].path.parents[1], step, "replay")
+        folder = self._files[file].path.parents[1]
+        path = folder / "replay" / rollouts_file(folder, step).name  # which replay.py writes
         flags, groups = self.index["flags"], self.index["group"]
         # The batch of the step, in its order; see `read_rows` of replay.py.
         is_in = (self.index["step"] == step) & (flags & (IS_EVAL | HAS_ERROR) == 0)
