@@ -33,7 +33,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from compare_losses import DEMO, REVERSE_TEXT, ROOT, exact_match_at_start, make_env
+from ledger import DEMO, REVERSE_TEXT, ROOT, make_env, score_at_start
 
 WARM_STARTS = {  # arguments of examples/warm_start.py
     "teacher": ["--clean-steps", "300", "--noisy-steps", "0", "--seed", "1"],
@@ -242,7 +242,7 @@ def main() -> None:
     if todo:
         model, own = folder / "teacher", folder / "student"
         with running_server(model, folder / "teacher.log", "--max-num-seqs", "256") as teaching:
-            exact = exact_match_at_start("demo", model, teaching.port, folder)["exact_match"]
+            exact = score_at_start("demo", model, teaching.port, folder)
             print(f"the teacher's exact match: {exact:.3f}", flush=True)
             teacher = Teacher(str(model), teaching.url, "teacher", TOKEN_VARIABLE)
             with running_server(own, folder / "student.log", "--max-num-seqs", "256") as server:

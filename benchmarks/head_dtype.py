@@ -31,7 +31,7 @@ def main() -> None:
     options = parser.parse_args()
 
     import torch
-    from compare_losses import REVERSE_TEXT, make_env
+    from ledger import REVERSE_TEXT, make_env
 
     from tests.conftest import running_server
     from verifiers_rl import RLConfig, RLTrainer

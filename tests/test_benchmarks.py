@@ -53,3 +53,19 @@ def test_the_gpu_of_weight_syncs_server_is_counted_among_the_visible_ones(monkey
     assert gpu(1) == "1"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, 7")
     assert [gpu(0), gpu(1)] == ["5", "7"]
+
+
+def test_the_ledger_says_when_a_target_was_reached(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    ledger = import_module("ledger")
+    steps = [{"step_s": 2.0, "reward": n / 20, "env/exact_match": n / 20} for n in range(20)]
+    row = dict.fromkeys(ledger.FIELDS, 0) | {"task": "demo", "name": "mine", "rollouts": 200}
+    row |= ledger.curve_of(steps, "env/exact_match")
+    assert ledger.reached(row, 0.075) == pytest.approx((6.0, 30.0))
+    again = {**row, "seed": 1, "wall_s": [2 * s for s in row["wall_s"]]}
+    ledger.write_rows(tmp_path / "rows.csv", [row, again, again])
+    rows = ledger.read_rows(tmp_path / "rows.csv")
+    table = ledger.table_of(ledger.answers_of(rows))
+    assert "demo, 0 steps, seconds to 0.6 exact_match: mine 40.5 +- 19.1 s." in table
+    changed = {**rows[0], "idea": "loss=my_loss:fn my_loss=12345678"}
+    assert ledger.newest_of([*rows, changed]) == [changed]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import StubSource
+from tests.helpers import StubSource, run_script
 from tests.test_losses import make_inputs
 from verifiers_rl.config import RLConfig
 from verifiers_rl.loss_check import BROADCAST, MEAN, UNWEIGHTED, problem_of
@@ -128,6 +128,34 @@ def test_the_first_step_says_it_once_and_changes_nothing(
     assert [text.partition(": ")[2] for text in said] == ([problem] if problem else [])
     monkeypatch.setattr("verifiers_rl.loss_check.NUM_TRIES", 0)
     assert train("unchecked") == with_check
+
+
+TWO_RANKS = """
+import logging, os, sys
+import tests.sharding_on_cpu
+from tests.conftest import OF_TINY_RUN
+from tests.helpers import StubSink, StubSource, load_example, make_tiny_model
+from tests.test_loss_check import mean
+from verifiers_rl import RLConfig, RLTrainer
+
+logging.basicConfig(format=f"rank {os.environ['RANK']}: %(message)s")
+args = RLConfig(output_dir=sys.argv[1], batch_size=8, rollouts_per_example=4, max_steps=2,
+                log_rollouts=0, **OF_TINY_RUN)
+trainer = RLTrainer(
+    make_tiny_model(), None, args, load_example("warm_start").make_tokenizer(), mean,
+    orchestrator=StubSource(), weight_sync=StubSink(),
+)
+trainer.train()
+logging.warning(f"trained {trainer.state.global_step} steps")
+"""
+
+
+@pytest.mark.slow
+def test_a_wrong_loss_is_named_once_under_two_ranks(tmp_path):
+    said = run_script(tmp_path, TWO_RANKS, str(tmp_path / "run")).replace(" (docs/losses.md)", "")
+    assert f"rank 0: the loss breaks its contract: {MEAN}" in said
+    assert said.count("breaks its contract") == 1
+    assert all(f"rank {rank}: trained 2 steps" in said for rank in (0, 1))
 
 
 def test_a_loss_has_the_columns_that_it_asks_for_in_the_order_of_tokens(make_trainer, monkeypatch):

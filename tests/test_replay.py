@@ -17,7 +17,7 @@ from verifiers_rl import RLConfig, RLTrainer, losses
 from verifiers_rl.advantages import center_on_group_mean, of_rewards, set_advantages
 from verifiers_rl.cli import rl
 from verifiers_rl.losses import LossOutputs
-from verifiers_rl.replay import main, replay
+from verifiers_rl.replay import Outcome, main, replay, shares_of, table_of
 from verifiers_rl.report.run_folder import read_metrics
 from verifiers_rl.types import Batch, Rollout
 
@@ -127,6 +127,7 @@ def check_as_trained(folder, gradients):
         before, _ = outcome.metrics
         assert before["loss"] == pytest.approx(logged[step - 1], abs=1e-4)
         assert before["moved"] == pytest.approx(0, abs=1e-5)
+    shutil.rmtree(folder / "replay")
     assert files == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
@@ -143,21 +144,26 @@ def test_the_step_of_the_optimizer_is_that_of_the_run(run):
     folder, _ = run
     (outcome,) = replay(folder, 2).values()
     model = AutoModelForCausalLM.from_pretrained(folder / "checkpoint-2").double()
-    moved = []
+    numbers = []
     for row in pq.read_table(folder / "rollouts").to_pylist():
         if row["step"] != 2 or row["error"]:
             continue
         ends = np.flatnonzero(np.diff(row["sample"])) + 1
-        ids, mask, recorded = (
-            np.split(np.array(row[name]), ends)
-            for name in ("token_ids", "loss_mask", "trainer_logprobs")
+        names = "token_ids", "loss_mask", "trainer_logprobs", "inference_logprobs", "advantages"
+        ids, mask, recorded, sampled, advantages = (
+            np.split(np.array(row[name]), ends) for name in names
         )
         for n in range(len(ids)):
             policy = reference_policy(model, ids[n], 0.7)
             for t in mask[n].nonzero()[0]:
-                moved.append(abs(policy[t - 1][ids[n][t]].item() - recorded[n][t]))
-    assert outcome.metrics[1]["moved"] == pytest.approx(np.mean(moved), rel=1e-4)
-    assert np.mean(moved) > 0.01
+                logprob = policy[t - 1][ids[n][t]].item()
+                ratio = np.exp(logprob - sampled[n][t])
+                kl = ratio - 1 - np.log(ratio)
+                numbers.append((abs(logprob - recorded[n][t]), kl, ratio * advantages[n][t]))
+    expected = np.mean(numbers, 0)
+    found = [outcome.metrics[1][name] for name in ("moved", "mismatch_kl", "gain")]
+    assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert expected[0] > 0.01
 
 
 def test_cosines_and_shares_of_losses_that_are_known(run):
@@ -171,9 +177,25 @@ def test_cosines_and_shares_of_losses_that_are_known(run):
     assert share == pytest.approx(1, abs=1e-6)
     before, _ = outcomes[named(of_good)[0]].metrics
     assert before["has_gradient"] == pytest.approx(of_tokens) and 0 < of_tokens < 1
-    for kind in ("place", "probability", "sign of A"):
-        shares = [both for name, both in outcomes["reinforce"].shares.items() if kind in name]
-        assert np.sum(shares, 0) == pytest.approx([1, 1], abs=1e-6)
+    # The file has each loss token, with its advantage as its weight under REINFORCE.
+    written = pq.read_table(run[0] / "replay/step-000001.parquet").drop(named(*functions[1:]))
+    rows = pq.read_table(run[0] / "rollouts", filters=[("step", "=", 1)]).to_pylist()
+    assert sorted(zip(*written.to_pydict().values(), strict=True)) == [
+        (n, t, row["trainer_logprobs"][t], advantage, 2 * advantage)
+        for n, row in enumerate(row for row in rows if row["error"] is None)
+        for t, advantage in enumerate(row["advantages"]) if row["loss_mask"][t]
+    ]  # fmt: skip
+
+
+def test_cosine_and_shares_of_a_case_made_by_hand():
+    # Of two tokens: place, weight, logprob, advantage.
+    tokens = torch.tensor([[0.2, 1.0], [3.0, -1.0], [-3.0, -0.01], [2.0, -2.0]])
+    shares = shares_of(*tokens)
+    kinds = "place <= 0.25", "probability <= 0.1", "sign of A = 1"
+    assert [shares[kind] for kind in kinds] == 3 * [(0.75, 0.5)]
+    gradients = torch.tensor([[3.0, 4.0], [4.0, 3.0]])
+    table = table_of({"ab"[n]: Outcome(gradients[n], [{}], {}, tokens) for n in (0, 1)})
+    assert "| norm of the gradient | 5 | 5 |\n| cosine with a | 1.000 | 0.960 |" in table
 
 
 def test_advantages_are_computed_again_from_the_recorded_rewards(run):

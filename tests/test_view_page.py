@@ -9,12 +9,15 @@ import socket
 import sys
 import time
 
+import pyarrow.parquet as pq
 import pytest
 from playwright.sync_api import sync_playwright
 
+from tests import test_replay
 from tests.fake_run import write_fake_run
 from tests.test_rollouts import make_row, read, write_rows
 from tests.test_view import HOSTILE, serving, write_lines
+from verifiers_rl.replay import replay
 from verifiers_rl.report.run_folder import read_run, remove_rollouts, write_run
 from verifiers_rl.view import browse, one_file
 from verifiers_rl.view.runs import Runs
@@ -275,6 +278,32 @@ def test_tokens_are_colored_by_each_of_their_numbers(open_page, address, two_run
     tokens.nth(place).hover()
     readout = text(page, ".readout")
     assert f"id {row['token_ids'][place]}" in readout and "in the loss" in readout
+
+
+def test_tokens_are_colored_by_their_weight_under_each_loss(open_page, tmp_path):
+    folder, _ = test_replay.train(tmp_path, max_steps=1)
+    losses = ["reinforce", *test_replay.named(test_replay.of_good)]
+    replay(folder, 1, losses)
+    rows = read(folder)
+    number = next(i for i, row in enumerate(rows) if row["group"] and row["advantage"] < 0)
+    with serving(folder) as client:
+        part = f"?token=secret-token#/rollouts?number={number}&tab=tokens"
+        page = open_page(f"{client.base_url}/{part}", color_scheme="dark")
+        token = page.locator(".token[data-i]").nth(rows[number]["loss_mask"].index(True))
+        for loss, color in zip(losses, ("rgb(124, 192, 255)", "rgb(22, 25, 29)"), strict=True):
+            page.get_by_role("radio", name=loss, exact=True).check()
+            assert text(page, ".legend b") == f"Gradient weight under {loss}"
+            assert token.evaluate("token => token.style.background") == color
+        token.hover()
+        weights = f"weight reinforce {rows[number]['advantage']:.4g} weight {losses[1]} 0"
+        assert weights in text(page, ".readout")
+        # Another run has the folder.
+        written = folder / "replay/step-000001.parquet"
+        table = pq.read_table(written)
+        pq.write_table(table.set_column(2, "trainer_logprob", table["rollout"]), written)
+        page.reload()
+        token.wait_for()
+        assert page.locator(".choice").count() == 1
 
 
 def test_a_rollout_has_its_timeline_its_calls_and_its_reasoning(open_page, address, two_runs):

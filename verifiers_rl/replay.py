@@ -5,6 +5,9 @@
 
 For each loss the run's own trainer resumes at the checkpoint, in a folder that is removed. So all
 of a step is the trainer's: packing, forward, normalisation, clipping. Nothing is sampled.
+
+    replay/step-000040.parquet      in the run's folder: the weight of each token under each loss,
+                                    by which the page of `vf-rl view` colors tokens
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor
@@ -45,13 +49,17 @@ from verifiers_rl.report.run_folder import ROLLOUTS, checkpoints_of, read_run, r
 from verifiers_rl.trainer import RLTrainer
 from verifiers_rl.types import Batch, BatchSource, Rollout, Sample, WeightSink, idle
 
-# Columns that the samples get: the place of a token among the loss tokens of its sample, above 0 to
-# 1, and the logprob that the trainer had of it.
-PLACE, RECORDED = "_place", "_trainer_logprobs"
+# Columns that the samples get: the number of a token in its rollout, its place among the loss
+# tokens of its sample, above 0 to 1, and the logprob that the trainer had of it.
+NUMBER, PLACE, RECORDED = "_number", "_place", "_trainer_logprobs"
 # Of the run's options, those that would reach beyond the folder that is removed.
 CHANGED: dict[str, Any] = {
-    **{"overwrite_output_dir": False, "resume_from_checkpoint": None, "eval_on_start": False},
-    **{"report_to": "none", "push_to_hub": False, "disable_tqdm": True},
+    "overwrite_output_dir": False,
+    "resume_from_checkpoint": None,
+    "eval_on_start": False,
+    "report_to": "none",
+    "push_to_hub": False,
+    "disable_tqdm": True,
     "accelerator_config": None,  # run.json has only its description
 }
 # What a step with these needs is not in the rollouts, or not in one process.
@@ -68,11 +76,16 @@ class Outcome(NamedTuple):
             of the batch, and as means over tokens `gain`, r_t * A_t, and `moved`, the distance of
             the trainer's logprob from the recorded one in nats.
         shares: by kinds of tokens, their shares of the sum of |dL / dlogprob_t|, and of the tokens.
+        tokens: (7, N) float, of each loss token the number of its rollout, its number in it, the
+            logprob that the run recorded, its place, its weight, its logprob and its advantage. The
+            weight is -dL / dlogprob_t, before the sum L is divided by the batch's denominator. It
+            is A_t for REINFORCE.
     """
 
     gradient: Tensor
     metrics: list[dict[str, float]]
     shares: dict[str, tuple[float, float]]
+    tokens: Tensor
 
 
 class Replayed(Exception):
@@ -127,11 +140,15 @@ def rollout_of(row: dict[str, Any]) -> Rollout:
     prompt, reply = np.split(messages, [[*is_reply, True].index(True)])
     samples = []
     if row["has_tokens"]:
-        names, ends = [*Sample.DTYPES, "trainer_logprobs"], np.flatnonzero(np.diff(row["sample"]))
-        for *own, recorded in zip(*(np.split(row[name], ends + 1) for name in names), strict=True):
+        row[NUMBER], ends = range(row["num_tokens"]), np.flatnonzero(np.diff(row["sample"])) + 1
+        names = [*Sample.DTYPES, "trainer_logprobs", NUMBER]
+        for *own, recorded, number in zip(*(np.split(row[n], ends) for n in names), strict=True):
             sample = Sample(*own)
-            place = np.cumsum(sample.loss_mask) / max(sample.num_loss_tokens, 1)
-            sample.extras = {PLACE: place, RECORDED: recorded}
+            sample.extras = {
+                NUMBER: number,
+                PLACE: np.cumsum(sample.loss_mask) / max(sample.num_loss_tokens, 1),
+                RECORDED: recorded,
+            }
             samples.append(sample)
     metrics = {part["name"]: part["value"] for part in row["rewards"] or []}
     return Rollout(
@@ -192,6 +209,13 @@ def replay(
                 f"{model} changed, or did a script give another model than run.json says?"
             )
         outcomes[f"{loss} {advantage}".strip()] = outcome
+    columns = [*outcome.tokens[:3], *(one.tokens[4] for one in outcomes.values())]
+    path = folder / "replay" / rollouts_file(folder, step).name
+    path.parent.mkdir(exist_ok=True)
+    unfinished = path.with_suffix(".unfinished")
+    table = pa.table([*np.stack(columns)], ["rollout", "token", "trainer_logprob", *outcomes])
+    pq.write_table(table, unfinished)
+    unfinished.replace(path)
     return outcomes
 
 
@@ -213,24 +237,26 @@ def replay_step(trainer: Any, batch: Batch, checkpoint: str | None) -> Outcome:
         raise Replayed
 
     trainer.loss_fn, trainer.training_step = watch(trainer.loss_fn, seen), training_step
+    batch.add_columns(needs_of(trainer.loss_fn))
     with suppress(Replayed):
         trainer.train(checkpoint)
     before = torch.cat(seen, 1)[:, : batch.num_loss_tokens]
-    return Outcome(gradients[0], metrics, shares_of(*before))
+    return Outcome(gradients[0], metrics, shares_of(*before[3:]), before)
 
 
 def watch(loss_fn: LossFn, seen: list[Tensor]) -> LossFn:
-    """Return a loss that adds to `seen`, (4, N), what `shares_of` takes. Samples without an
-    advantage are computed for it too, so that all losses see the same tokens.
+    """Return a loss that adds `Outcome.tokens` to `seen`. Samples without an advantage are computed
+    for it too, so that all losses see the same tokens.
     """
 
-    @needs(*needs_of(loss_fn) - {"nonzero_advantages"})
+    @needs("rollout_id", *needs_of(loss_fn) - {"nonzero_advantages"})
     def watched(inputs: LossInputs) -> LossOutputs:
         outputs, logprobs = loss_fn(inputs), inputs.trainer_logprobs
         (gradient,) = torch.autograd.grad(
             outputs.loss, logprobs, retain_graph=True, materialize_grads=True
         )
-        columns = [gradient, logprobs, inputs.advantages, inputs.extras[PLACE]]
+        columns = [inputs.extras[name] for name in ("rollout_id", NUMBER, RECORDED, PLACE)]
+        columns += [0 - gradient, logprobs, inputs.advantages]
         seen.append(torch.stack(columns).detach().cpu())
         metrics = {
             "has_gradient": (gradient != 0).float(),
@@ -244,10 +270,10 @@ def watch(loss_fn: LossFn, seen: list[Tensor]) -> LossFn:
 
 
 def shares_of(
-    gradient: Tensor, logprobs: Tensor, advantages: Tensor, places: Tensor
+    places: Tensor, weights: Tensor, logprobs: Tensor, advantages: Tensor
 ) -> dict[str, tuple[float, float]]:
     """Return `Outcome.shares` of these tokens, (N,) each."""
-    weights, shares = gradient.abs() / gradient.abs().sum(), {}
+    weights, shares = weights.abs() / weights.abs().sum(), {}
     for name, values, edges in (
         ("place <=", places, (0, 0.25, 0.5, 0.75, 1)),
         ("probability <=", logprobs.exp(), (-1, 0.1, 0.5, 0.9, 1)),
@@ -255,8 +281,8 @@ def shares_of(
     ):
         for low, high in pairwise(edges):
             is_kind = (low < values) & (values <= high)
-            share, of_tokens = weights[is_kind].sum().item(), is_kind.float().mean().item()
-            shares[f"{name} {high:g}"] = share, of_tokens
+            both = weights[is_kind].sum().item(), is_kind.float().mean().item()
+            shares[f"{name} {high:g}"] = both
     return shares
 
 
@@ -266,7 +292,7 @@ def shares_of(
 def table_of(outcomes: Mapping[str, Outcome]) -> str:
     """Return the table of docs/losses.md, in Markdown."""
     columns = []
-    for name, (gradient, metrics, shares) in outcomes.items():
+    for name, (gradient, metrics, shares, _) in outcomes.items():
         column = {"": name, "---": "---", "norm of the gradient": f"{gradient.norm():.3g}"}
         for other in outcomes:
             cosine = cosine_similarity(gradient, outcomes[other].gradient, 0)
@@ -283,8 +309,10 @@ def table_of(outcomes: Mapping[str, Outcome]) -> str:
 
 def main(argv: list[str]) -> int:
     """Print the table for these words behind `replay`. Returns the exit status."""
-    about = "What losses make of one step of a run. Nothing is sampled."
-    parser = argparse.ArgumentParser(prog="vf-rl replay", description=about)
+    parser = argparse.ArgumentParser(
+        prog="vf-rl replay",
+        description="What losses make of one step of a run. Nothing is sampled.",
+    )
     parser.add_argument("folder", type=Path, metavar="RUN", help="the folder of a run")
     parser.add_argument("--step", type=int, required=True, help="from 1, as in metrics.jsonl")
     each: dict[str, Any] = {"action": "append", "default": [], "metavar": "NAME"}

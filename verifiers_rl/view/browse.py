@@ -314,17 +314,23 @@ def tokens_of(
     Returns:
         `num_tokens`, `start`; the columns of `TOKENS` (report/rollouts.py), of at most
         `MAX_TOKENS` tokens; `versions`: all policy versions that sampled tokens;
-        `max_advantage`: the largest absolute value. None if the rollout has no tokens on disk.
+        `max_advantage`: the largest absolute value. Of a step that was replayed also `weight NAME`,
+        a column for each loss, and `max_weight`, over all of them. None if the rollout has no
+        tokens on disk.
     """
     if not 0 <= number < len(rollouts) or not rollouts.index["flags"][number] & HAS_TOKENS:
         return None
     (columns,) = rollouts.rows([number], TOKENS.names)
     part = slice(max(start, 0), max(start, 0) + min(count, MAX_TOKENS))
+    weights = rollouts.weights(number, columns["trainer_logprobs"])
+    sizes = np.abs(np.nan_to_num(list(weights.values())))
+    columns |= {f"weight {name}": values.tolist() for name, values in weights.items()}
     return {
         "num_tokens": len(columns["token_ids"]),
         "start": part.start,
         "versions": sorted({version for version in columns["policy_versions"] if version >= 0}),
         "max_advantage": max(map(abs, columns["advantages"]), default=0.0),
+        "max_weight": float(sizes.max(initial=0.0)),
         **{name: _short(values[part]) for name, values in columns.items()},
     }
 

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from verifiers_rl.report.rollouts import NUMBERS, TEXTS
+from verifiers_rl.report.run_folder import rollouts_file
 
 INDEX = np.dtype(
     [
@@ -204,6 +205,37 @@ class Rollouts:
             places.setdefault(file, []).append(place)
         rows = {file: iter(self._files[file].rows(own, columns)) for file, own in places.items()}
         return [next(rows[self._place_of(number)[0]]) for number in numbers]
+
+    def weights(self, number: int, recorded: Sequence[float]) -> dict[str, np.ndarray]:
+        """Return the weights that losses give the tokens of a rollout, (T,) each by the loss, as
+        `vf-rl replay` has written them; NaN: the token is not in the loss. {} if nothing is written
+        of its step, or if it is of another run that had the folder before.
+
+        Args:
+            recorded: (T,) `trainer_logprobs` of the rollout.
+        """
+        step, file = int(self.index["step"][number]), self._place_of(number)[0]
+        folder = self._files[file].path.parents[1]
+        path = folder / "replay" / rollouts_file(folder, step).name  # which replay.py writes
+        flags, groups = self.index["flags"], self.index["group"]
+        # The batch of the step, in its order; see `read_rows` of replay.py.
+        is_in = (self.index["step"] == step) & (flags & (IS_EVAL | HAS_ERROR) == 0)
+        is_in &= np.isin(groups, groups[is_in & (flags & IN_LOSS > 0)])
+        if not path.is_file() or not is_in[number]:
+            return {}
+        place = int(is_in[:number].sum())
+        found = pq.read_table(path, filters=[("rollout", "=", place)]).to_pydict()
+        tokens = np.array(found["token"], int)
+        then = np.array(found["trainer_logprob"], np.float32)
+        now = np.array(recorded, np.float32)
+        if len(tokens) and tokens.max() >= len(now):
+            return {}
+        if not np.array_equal(now[tokens], then, equal_nan=True):
+            return {}
+        weights = {name: np.full(len(now), np.nan) for name in [*found][3:]}
+        for name, values in weights.items():
+            values[tokens] = found[name]
+        return weights
 
     def has_text(self, number: int, text: str) -> bool:
         """Return whether a text of a rollout contains this one, in any case."""

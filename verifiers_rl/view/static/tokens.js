@@ -58,7 +58,7 @@ const COLORINGS = {
     title: "Advantage",
     text: "",
     value: (t, i) => (t.loss_mask[i] ? t.advantages[i] : null),
-    place: (value, t) => 0.5 + value / (2 * (t.max_advantage || 1)),
+    most: (t) => t.max_advantage,
     colors: TWO_SIDED,
     middle: "0",
   },
@@ -76,12 +76,35 @@ const MASKS = {
   given: { text: "not sampled: prompt, tools", is: (t, i) => !t.loss_mask[i] && t.policy_versions[i] < 0 },
 };
 
+// What `vf-rl replay` has written of the step: a column for each loss, whose name begins so.
+const WEIGHT = "weight ";
+
+function weightNames(t) {
+  return Object.keys(t).filter((name) => name.startsWith(WEIGHT));
+}
+
+function scaleOf(name) {
+  if (!name.startsWith(WEIGHT)) return COLORINGS[name];
+  return {
+    title: `Gradient weight under ${name.slice(WEIGHT.length)}`,
+    text: "-dL / dlogprob of the token; above 0 the step makes it more likely",
+    value: (t, i) => t[name][i],
+    most: (t) => t.max_weight,
+    colors: TWO_SIDED,
+    middle: "0",
+  };
+}
+
 function ratioOf(t, i) {
   const [ours, theirs] = [t.trainer_logprobs[i], t.inference_logprobs[i]];
   return isNumber(ours) && isNumber(theirs) ? Math.exp(ours - theirs) : null;
 }
 
-let coloring = "logprob"; // kept from one rollout to the next
+let coloring = "logprob"; // kept from one rollout to the next, which may not have this one
+
+function coloringOf(t) {
+  return COLORINGS[coloring] || t[coloring] ? coloring : "logprob";
+}
 
 export function mountTokens(root, app, { run, row }) {
   let tokens = null;
@@ -96,27 +119,32 @@ export function mountTokens(root, app, { run, row }) {
     "aria-label": "Tokens. Arrow keys move from one to the next.",
   });
   const more = h("button", { type: "button", class: "more", hidden: true, onclick: () => extend() });
-  const choice = h(
-    "fieldset",
-    { class: "choice" },
-    h("legend", {}, "Color by"),
-    Object.entries(COLORINGS).map(([name, { title }]) =>
-      h(
-        "label",
-        {},
-        h("input", {
-          type: "radio",
-          name: "coloring",
-          value: name,
-          checked: name === coloring,
-          onchange: () => {
-            coloring = name;
-            paint();
-          },
-        }),
-        title,
+  const choiceOf = (legend, entries) =>
+    h(
+      "fieldset",
+      { class: "choice" },
+      h("legend", {}, legend),
+      entries.map(([name, title]) =>
+        h(
+          "label",
+          {},
+          h("input", {
+            type: "radio",
+            name: "coloring",
+            value: name,
+            checked: name === coloring,
+            onchange: () => {
+              coloring = name;
+              paint();
+            },
+          }),
+          title,
+        ),
       ),
-    ),
+    );
+  const choice = choiceOf(
+    "Color by",
+    Object.entries(COLORINGS).map(([name, { title }]) => [name, title]),
   );
   if (!row.has_tokens) {
     root.append(
@@ -153,10 +181,20 @@ export function mountTokens(root, app, { run, row }) {
       const left = tokens.num_tokens - tokens.token_texts.length;
       more.hidden = left <= 0;
       more.textContent = `More tokens (${left.toLocaleString("en")} left)`;
-      if (!from) say(-1);
+      if (!from) {
+        offerWeights();
+        say(-1);
+      }
     } catch (error) {
       if (!isClosed) root.append(h("p", { class: "error" }, error.message));
     }
+  }
+
+  function offerWeights() {
+    const losses = weightNames(tokens).map((name) => [name, name.slice(WEIGHT.length)]);
+    if (losses.length) choice.after(choiceOf("Or by the gradient weight under", losses));
+    for (const input of root.querySelectorAll("input[name=coloring]"))
+      input.checked = input.value === coloringOf(tokens);
   }
 
   function add(from) {
@@ -209,6 +247,7 @@ export function mountTokens(root, app, { run, row }) {
       ["entropy", t.entropy[i]],
       ["advantage", t.loss_mask[i] ? t.advantages[i] : null],
       ["policy", t.policy_versions[i] < 0 ? null : t.policy_versions[i]],
+      ...weightNames(t).map((name) => [name, t[name][i]]),
     ].filter(([, value]) => value !== null && value !== undefined);
     readout.replaceChildren(
       h("b", {}, `${i + 1}: ${JSON.stringify(t.token_texts[i])}`),
@@ -265,21 +304,22 @@ function visible(text) {
 }
 
 function lookOf(t, i, theme) {
-  if (coloring === "mask") return { kind: Object.keys(MASKS).find((name) => MASKS[name].is(t, i)) };
-  const scale = COLORINGS[coloring];
-  const value = scale.value(t, i);
+  const name = coloringOf(t);
+  if (name === "mask") return { kind: Object.keys(MASKS).find((mask) => MASKS[mask].is(t, i)) };
+  const value = scaleOf(name).value(t, i);
   if (!isNumber(value)) return { kind: "none" };
-  const color = colorAt(coloring, value, t, theme);
+  const color = colorAt(name, value, t, theme);
   return { background: `rgb(${color.join(" ")})`, text: luminance(color) > 0.18 ? "#000" : "#fff" };
 }
 
 function colorAt(name, value, t, theme) {
-  const { low, high, place, colors, isReversed } = COLORINGS[name];
+  const { low, high, place, most, colors, isReversed } = scaleOf(name);
   if (name === "version") {
     const [first, last] = [t.versions[0], t.versions.at(-1)];
     return between(STEPS[theme], last > first ? (value - first) / (last - first) : 1);
   }
-  const at = place ? place(value, t) : (value - low) / (high - low);
+  if (most) return between(colors[theme], 0.5 + value / (2 * (most(t) || 1)));
+  const at = place ? place(value) : (value - low) / (high - low);
   return between(colors[theme], isReversed ? 1 - at : at);
 }
 
@@ -302,13 +342,14 @@ function luminance(color) {
 }
 
 function drawLegend(root, t, theme) {
-  const { title, text, colors, ends, middle, isReversed } = COLORINGS[coloring];
+  const name = coloringOf(t);
+  const { title, text, colors, ends, middle, most, isReversed } = scaleOf(name);
   root.replaceChildren(h("b", {}, title), h("span", { class: "quiet" }, ` ${text} `));
-  if (coloring === "mask") {
+  if (name === "mask") {
     root.append(
-      ...Object.entries(MASKS).map(([name, mask]) => h("span", { class: `token token-${name}` }, mask.text)),
+      ...Object.entries(MASKS).map(([kind, mask]) => h("span", { class: `token token-${kind}` }, mask.text)),
     );
-  } else if (coloring === "version") {
+  } else if (name === "version") {
     const few = t.versions.length > 8 ? [t.versions[0], t.versions.at(-1)] : t.versions;
     root.append(
       ...few.map((version) => {
@@ -325,8 +366,7 @@ function drawLegend(root, t, theme) {
     );
     if (!few.length) root.append("no token was sampled");
   } else {
-    const most = formatNumber(t.max_advantage);
-    const [low, high] = ends || [`-${most}`, `+${most}`];
+    const [low, high] = ends || [`-${formatNumber(most(t))}`, `+${formatNumber(most(t))}`];
     const stops = isReversed ? colors[theme].toReversed() : colors[theme];
     root.append(
       h("span", {}, low),
@@ -342,5 +382,5 @@ function drawLegend(root, t, theme) {
       h("span", {}, high),
     );
   }
-  if (coloring !== "mask") root.append(h("span", { class: "token token-none" }, "no value"));
+  if (name !== "mask") root.append(h("span", { class: "token token-none" }, "no value"));
 }
