@@ -26,7 +26,7 @@ CLASSIC := .venv-classic/installed
 # Processes that run tests side by side. Servers on one GPU would not fit beside each other.
 JOBS := $(if $(filter cpu,$(EXTRA)),2,1)
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
-.PHONY: help install classic demo test test-fast test-all gpu-check models check format docs reference page clean
+.PHONY: help install classic demo test test-fast test-all gpu-check models environments check format docs reference page clean
 
 help:
 	@echo "make classic   .venv-classic, the Python of classic environments, for the tests and examples/classic"
@@ -92,6 +92,10 @@ gpu-check: $(INSTALLED)
 # docs/models.md, in about half an hour. ONLY="qwen3 gemma3" tries these two and keeps the rows of the others.
 models: $(INSTALLED)
 	$(BIN)/python benchmarks/model_table.py $(if $(ONLY),--only $(ONLY))
+
+# Environments of verifiers' repository that are installed; docs/environments_of_others.md.
+environments: $(INSTALLED)
+	$(BIN)/python benchmarks/environments.py $(if $(ONLY),--only $(ONLY))
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
