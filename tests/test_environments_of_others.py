@@ -3,67 +3,59 @@ each sampled token is trained. docs/environments_of_others.md says what cannot b
 """
 
 import json
-import subprocess
-import sys
-import time
-import urllib.request
+import threading
 
+import nltk
 import pytest
+import uvicorn
 from aiohttp import web
 
-from tests.conftest import free_port
-from tests.helpers import ROOT
+from tests.conftest import free_port, wait_until
 from tests.serving import in_thread, serving
 from tests.test_environments_v1 import load
 from tests.test_environments_v1 import play as play
 from tests.test_environments_v1 import tokenizer as tokenizer
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # their own code
+# Warnings of theirs are not ours.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
-def last_turn(prompt):
-    return prompt.rpartition("<|user|>")[2].partition("<|end|>")[0]
+@pytest.fixture
+def rollout_of(play):
+    """Plays one rollout of a taskset with these options, in which the model says these texts."""
+
+    def rollout_of(taskset, options, *texts):
+        said = iter(texts)
+        env = load(taskset, harness=None, options=options)
+        (rollout,), requests = play(lambda prompt: next(said), env)
+        assert rollout.num_turns == len(requests) == len(texts) and len(rollout.samples) == 1
+        return rollout
+
+    return rollout_of
 
 
 @pytest.fixture
 def openenv():
-    """The address of a server of OpenEnv, in a process of its own."""
+    """The address of a server of OpenEnv."""
     port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    server = subprocess.Popen([sys.executable, ROOT / "tests/v1/openenv_hunt.py", str(port)])
-    try:
-        for _ in range(300):
-            try:
-                urllib.request.urlopen(f"{url}/schema", timeout=1)
-                break
-            except OSError:
-                assert server.poll() is None
-                time.sleep(0.1)
-        yield url
-    finally:
-        server.terminate()
-        server.wait(30)
+    server = uvicorn.Server(uvicorn.Config("tests.v1.openenv_hunt:app", port=port))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    wait_until(lambda: server.started)
+    yield f"http://127.0.0.1:{port}"
+    server.should_exit = True
+    thread.join(30)
 
 
-def test_an_environment_of_openenv_is_played_by_its_client(play, openenv):
-    def halve(prompt):
-        hints = [json.loads(part.partition("<|end|>")[0]) for part in prompt.split("<|user|>")[1:]]
-        assert hints[0]["action_schema"]["required"] == ["number"]
-        told = [hint["observation"]["text"] for hint in hints[1:]]
-        low, high = 0, 15
-        for hint in told:
-            middle = (low + high) // 2
-            low, high = (middle + 1, high) if hint == "higher" else (low, middle - 1)
-        return str((low + high) // 2)
-
-    env = load("openenv", harness=None, options={"base_url": openenv, "resets": [{"secret": 9}]})
-    (rollout,), _ = play(halve, env)
-    assert rollout.num_turns == 3 and rollout.reward == 1.0 - 0.25 * 2
-    assert len(rollout.samples) == 1
+def test_openenvs_server_answers_each_action_and_rewards_of_steps_are_summed(rollout_of, openenv):
+    options = {"base_url": openenv, "resets": [{"secret": 8}]}
+    rollout = rollout_of("openenv", options, "4", '{"number": 9}', "8")
+    assert rollout.reward == 1.0 - 0.25 - 0.25
+    assert '"higher"' in rollout.completion and '"lower"' in rollout.completion
 
 
-def test_a_game_of_textarena_is_played_by_its_engine(play, tmp_path, monkeypatch):
-    # In place of what nltk would download: two words, and a tagger that takes all for nouns.
+def test_textarenas_engine_answers_each_guess(rollout_of, tmp_path, monkeypatch):
+    # In place of what nltk would download: words, and a tagger that takes them for nouns.
     tagger = "averaged_perceptron_tagger_eng"
     for path, text in {
         "corpora/words/en": "apple\nlemon",
@@ -74,33 +66,28 @@ def test_a_game_of_textarena_is_played_by_its_engine(play, tmp_path, monkeypatch
     }.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
-    nltk = pytest.importorskip("nltk")
     monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
     monkeypatch.setattr(nltk, "download", lambda *args, **options: True)
-    env = load("textarena", harness=None, options={"game": "Wordle-v0"})
-    guesses = iter(["[lemon]", "so [apple]"])
-    (rollout,), _ = play(lambda prompt: next(guesses), env, max_seq_len=8000)
-    assert (rollout.reward, rollout.num_turns) == (1.0, 2)
-    assert "Y Y X X X" in rollout.completion
+    rollout = rollout_of("textarena", {"game": "Wordle-v0"}, "[lemon]", "so [apple]")
+    assert rollout.reward == 1.0 and "Y Y X X X" in rollout.completion
 
 
-def test_a_resource_server_of_nemo_gym_scores_a_rollout(play, tmp_path):
-    rows = tmp_path / "rows.jsonl"
+def test_a_resource_server_of_nemo_gym_scores_the_rollout(rollout_of, tmp_path):
     asked = {"input": [{"role": "user", "content": "2 + 2?"}]}
-    rows.write_text(json.dumps({"responses_create_params": asked, "answer": "4"}))
-    bodies = []
+    row, paths = {"responses_create_params": asked, "answer": "4"}, []
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
 
     async def answer(request):
-        bodies.append(body := await request.json())
+        body = await request.json()
+        paths.append(request.path)
+        assert body["answer"] == "4" and body["responses_create_params"] == asked
         if request.path == "/seed_session":
             return web.json_response({})
         said = body["response"]["output"][0]["content"][0]["text"]
-        return web.json_response(
-            body | {"reward": float(said == body["answer"]), "length": len(said)}
-        )
+        return web.json_response(body | {"reward": float(said == "4"), "length": len(said)})
 
     with in_thread(serving(answer, "/{path}")) as url:
-        options = {"dataset": str(rows), "task": {"resources_url": url}}
-        (rollout,), _ = play("4", load("nemo_gym", harness=None, options=options))
-    assert rollout.reward == 1.0 and rollout.metrics["length"] == 1.0
-    assert [body["answer"] for body in bodies] == ["4", "4"]
+        options = {"dataset": str(tmp_path / "rows.jsonl"), "task": {"resources_url": url}}
+        rollout = rollout_of("nemo_gym", options, "4")
+    assert rollout.reward == rollout.metrics["length"] == 1.0
+    assert paths == ["/seed_session", "/verify"]

@@ -22,7 +22,7 @@ from verifiers_rl.requests import Places
 
 NAMES = (
     *("number_guess", "price_lookup", "judged_answer", "code_words"),
-    *("alphabet_sort", "letter_hunt", "math_python"),
+    *("alphabet_sort", "letter_hunt", "math_python", "kuhn_poker", "guess_number"),
 )
 FOLDERS = [str(ROOT / "examples" / name) for name in ("environments", *NAMES[4:])]
 
@@ -195,6 +195,35 @@ def test_halving_the_range_finds_the_letter_and_guesses_outside_are_illegal(play
     assert (rollout.reward, rollout.metrics["legal"]) == (1.0, 1.0) and rollout.num_turns <= 5
     (rollout,) = play("letter_hunt", lambda _: "?")
     assert (rollout.reward, rollout.metrics["legal"], rollout.num_turns) == (0.0, 0.0, 5)
+
+
+@pytest.mark.slow
+def test_in_self_play_one_player_wins_what_the_other_loses(play):
+    poker = import_module("kuhn_poker")
+    for seat, sign in ((0, 1), (1, -1)):  # player 0 has the K
+        chips = [poker.chips_of(seat, "KJ", moves) for moves in poker.ENDS]
+        assert chips == [sign * won for won in (1, 1, 2, -1, 2)]
+    winner, loser = sorted(play("kuhn_poker", lambda _: "b"), key=lambda one: -one.reward)
+    assert (winner.reward, loser.reward) == (2.0, -2.0)
+    assert {winner.role, loser.role} == {"player0", "player1"}
+    rollouts = play("kuhn_poker", lambda _: "?")
+    assert {one.role: one.reward for one in rollouts} == {"player0": -2.0, "player1": 2.0}
+    assert poker.is_sound(0, "KJ", "pbb") and not poker.is_sound(0, "KJ", "pbp")
+
+
+@pytest.mark.slow
+def test_halving_finds_the_number_by_hints_alone(play):
+    def halve(prompt):
+        low, high = 1, 31
+        for hint in prompt.split("<|user|>")[2:]:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if hint[0] == ">" else (low, middle - 1)
+        return str((low + high) // 2)
+
+    (rollout,) = play("guess_number", halve)
+    assert (rollout.reward, rollout.metrics["possible"]) == (1.0, 1.0) and rollout.num_turns <= 5
+    (rollout,) = play("guess_number", lambda _: "32")
+    assert (rollout.reward, rollout.metrics["possible"], rollout.num_turns) == (0.0, 0.0, 5)
 
 
 @pytest.mark.slow

@@ -1,9 +1,5 @@
-"""An environment of OpenEnv: find a number. Run as a program, it is served on the port that is
-given."""
+"""An environment of OpenEnv, as an app that OpenEnv's own server makes: find a number."""
 
-import sys
-
-import uvicorn
 from openenv.core.env_server import Action, Environment, Observation, State, create_app
 
 
@@ -30,5 +26,4 @@ class Hunt(Environment[Guess, Hint, State]):
         return State()
 
 
-if __name__ == "__main__":
-    uvicorn.run(create_app(Hunt, Guess, Hint), port=int(sys.argv[1]), log_level="warning")
+app = create_app(Hunt, Guess, Hint)
