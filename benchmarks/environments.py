@@ -18,6 +18,7 @@ from learning import ROOT, write_toml
 sys.path.insert(0, str(ROOT / "examples"))
 from warm_start import make_model, make_tokenizer
 
+sys.path.pop(0)  # or the folders of examples would pass for installed environments
 REPOSITORY = "git+https://github.com/PrimeIntellect-ai/verifiers@v0.4.0#subdirectory=environments/"
 # Each with what its table needs beside the id of its taskset.
 ENVIRONMENTS: dict[str, dict] = {

