@@ -37,6 +37,7 @@ help:
 	@echo "make check     ruff and types"
 	@echo "make gpu-check what needs a GPU, within an hour; prints a table for an issue"
 	@echo "make models    docs/models.md: tiny models of each family, trained and served"
+	@echo "make environments  which environments of verifiers' repository are installed, and do they play?"
 	@echo "make docs      the documentation as a site, in docs/_build"
 
 install: $(INSTALLED)
