@@ -20,7 +20,7 @@ from verifiers_rl.cli.config import load_run_config
 NAMES = list(setup.examples())
 # The others are installed from elsewhere, or need another Python.
 OURS = ("skeleton", "reverse_text", "alphabet_sort", "letter_hunt", "calculator", "math_python")
-OURS += ("kuhn_poker", "guess_number")
+OURS += ("kuhn_poker",)
 
 
 @pytest.fixture
