@@ -26,7 +26,7 @@ CLASSIC := .venv-classic/installed
 # Processes that run tests side by side. Servers on one GPU would not fit beside each other.
 JOBS := $(if $(filter cpu,$(EXTRA)),2,1)
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
-.PHONY: help install classic demo test test-fast test-all gpu-check models check format docs reference page clean
+.PHONY: help install classic demo test test-fast test-all gpu-check models environments check format docs reference page clean
 
 help:
 	@echo "make classic   .venv-classic, the Python of classic environments, for the tests and examples/classic"
@@ -37,6 +37,7 @@ help:
 	@echo "make check     ruff and types"
 	@echo "make gpu-check what needs a GPU, within an hour; prints a table for an issue"
 	@echo "make models    docs/models.md: tiny models of each family, trained and served"
+	@echo "make environments  which environments of verifiers' repository are installed, and do they play?"
 	@echo "make docs      the documentation as a site, in docs/_build"
 
 install: $(INSTALLED)
@@ -92,6 +93,10 @@ gpu-check: $(INSTALLED)
 # docs/models.md, in about half an hour. ONLY="qwen3 gemma3" tries these two and keeps the rows of the others.
 models: $(INSTALLED)
 	$(BIN)/python benchmarks/model_table.py $(if $(ONLY),--only $(ONLY))
+
+# Environments of verifiers' repository that are installed; docs/environments_of_others.md.
+environments: $(INSTALLED)
+	$(BIN)/python benchmarks/environments.py $(if $(ONLY),--only $(ONLY))
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

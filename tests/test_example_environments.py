@@ -22,7 +22,7 @@ from verifiers_rl.requests import Places
 
 NAMES = (
     *("number_guess", "price_lookup", "judged_answer", "code_words"),
-    *("alphabet_sort", "letter_hunt", "math_python"),
+    *("alphabet_sort", "letter_hunt", "math_python", "kuhn_poker"),
 )
 FOLDERS = [str(ROOT / "examples" / name) for name in ("environments", *NAMES[4:])]
 
@@ -195,6 +195,16 @@ def test_halving_the_range_finds_the_letter_and_guesses_outside_are_illegal(play
     assert (rollout.reward, rollout.metrics["legal"]) == (1.0, 1.0) and rollout.num_turns <= 5
     (rollout,) = play("letter_hunt", lambda _: "?")
     assert (rollout.reward, rollout.metrics["legal"], rollout.num_turns) == (0.0, 0.0, 5)
+
+
+@pytest.mark.slow
+def test_in_self_play_one_player_wins_what_the_other_loses(play):
+    poker = import_module("kuhn_poker")
+    for seat, sign in ((0, 1), (1, -1)):  # player 0 has the K
+        chips = [poker.chips_of(seat, "KJ", moves) for moves in poker.ENDS]
+        assert chips == [sign * won for won in (1, 1, 2, -1, 2)]
+    rollouts = play("kuhn_poker", lambda _: "?")  # no move
+    assert {one.role: one.reward for one in rollouts} == {"player0": -2.0, "player1": 2.0}
 
 
 @pytest.mark.slow

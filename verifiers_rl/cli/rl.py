@@ -41,7 +41,12 @@ from verifiers_rl.process.terminal import print_all_characters
 from verifiers_rl.report.run_folder import RunFolderError, read_metrics
 
 # Their modules have `main`, which takes what follows the name.
-COMMANDS = {"view": "cli.view", "replay": "replay", "generate": "sft.generate"}
+COMMANDS = {
+    "view": "cli.view",
+    "report": "cli.report",
+    "replay": "replay",
+    "generate": "sft.generate",
+}
 NUM_GROUPS = 2  # in a step of a check
 NUM_STEPS = 2  # of a check; the second is sampled from weights that the first has pushed
 USAGE = (
@@ -51,6 +56,7 @@ USAGE = (
     "       vf-rl --eject [DIR]\n"
     "       vf-rl generate @ config.toml -n 4 --min-reward 1.0 -o data.jsonl\n"
     "       vf-rl view RUN... [-o page.html]\n"
+    "       vf-rl report RUN [--expect expected.json]\n"
     "       vf-rl replay RUN --step 40 --loss my_loss:a --loss ppo\n"
     "A KEY is one of the TOML's, such as trainer.args.max_steps; it replaces the files' value."
 )
