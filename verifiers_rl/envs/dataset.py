@@ -48,18 +48,21 @@ class ExampleTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
     @vf.reward
     async def reward(self, trace: vf.Trace) -> dict[str, float]:
         """Record each reward with its weight. Returns {}: there is no other one."""
-        scores = await self.scores_of(trace.last_reply)
+        scores = await self.scores_of(trace.last_reply, trace.info)
         for name, weight, *_ in self.rewards:
             trace.record_reward(name, scores[name], weight)
         return {}
 
-    async def scores_of(self, reply: str) -> dict[str, float]:
+    async def scores_of(self, reply: str, info: Mapping[str, Any]) -> dict[str, float]:
         """Return what each reward function gives a reply, by its name.
+
+        Args:
+            info: what functions may get beside the row.
 
         Raises:
             ValueError: a function returns no finite number.
         """
-        values, scores = {**self.row, REPLY: reply}, dict[str, float]()
+        values, scores = {**self.row, **info, REPLY: reply}, dict[str, float]()
         for name, _, reward_fn, parameters in self.rewards:
             given = reward_fn(**{parameter: values[parameter] for parameter in parameters})
             if inspect.isawaitable(given):
@@ -86,11 +89,13 @@ class ExampleTaskset(vf.Taskset[ExampleTask, vf.TasksetConfig]):
         name: str,
     ) -> None:
         super().__init__(vf.TasksetConfig())
-        rows, what = _examples_of(dataset, name), f"env_from: {name}"
+        rows, what = examples_of(dataset, name), f"env_from: {name}"
+        known = [REPLY, *(name for name in rows[0] if all(name in row for row in rows))]
+        whose = f"{what}: the reward function"
         # A worker that gets the taskset imports the functions' scripts.
         self.rewards = [
-            (reward, weight, reward_fn, _parameters_from(reward_fn, reward, rows, what))
-            for reward, weight, reward_fn in rewards
+            (reward, weight, fn, parameters_from(fn, known, f"{whose} {reward!r}"))
+            for reward, weight, fn in rewards
         ]
         wanted = {name for *_, parameters in self.rewards for name in parameters}
         self.tasks: list[ExampleTask] = []
@@ -173,7 +178,7 @@ class DatasetEnvironment(V1Environment):
                     }
                 )
                 scores = rollout.metrics = await run_contained(
-                    task.scores_of((message.get("content") or "").strip())
+                    task.scores_of((message.get("content") or "").strip(), {})
                 )
                 total = sum(scores[name] * weight for name, weight, *_ in task.rewards)
                 rollout.reward, rollout.samples = finite_reward(total), [sample]
@@ -268,7 +273,12 @@ def env_from(
     return taskset
 
 
-def _examples_of(dataset: Any, name: str) -> list[Mapping[str, Any]]:
+def examples_of(dataset: Any, name: str) -> list[Mapping[str, Any]]:
+    """Return the rows of a dataset of this name.
+
+    Raises:
+        InvalidEnvironmentError: it has none, or one that is no example.
+    """
     is_listed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")  # in an order
     if isinstance(dataset, str | Mapping) or not is_listed:
         raise InvalidEnvironmentError(
@@ -307,13 +317,20 @@ def _examples_of(dataset: Any, name: str) -> list[Mapping[str, Any]]:
     return rows
 
 
-def _parameters_from(
-    reward_fn: RewardFn, reward: str, rows: list[Mapping[str, Any]], what: str
+def parameters_from(
+    function: Callable[..., Any], known: Sequence[str], what: str
 ) -> tuple[str, ...]:
-    """Return the names of the arguments that the reward function is called with."""
-    known = [REPLY, *(name for name in rows[0] if all(name in row for row in rows))]
+    """Return the names of the arguments that a function is called with.
+
+    Args:
+        known: the names that there are.
+        what: names the function in errors.
+
+    Raises:
+        InvalidEnvironmentError: it needs another one.
+    """
     wanted = []
-    for name, parameter in inspect.signature(reward_fn).parameters.items():
+    for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             return tuple(known)
         if name in known and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY:
@@ -322,7 +339,7 @@ def _parameters_from(
             parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL
         ):
             raise InvalidEnvironmentError(
-                f"{what}: the reward function {reward!r} has a parameter {name!r}, "
+                f"{what} has a parameter {name!r}, "
                 f"which is no column that can be passed by its name. {did_you_mean(name, known)} "
                 f"It may name {', '.join(map(repr, known))}"
             )

@@ -1,0 +1,282 @@
+"""Agents that exist already: a program, or a Python function, that asks an OpenAI endpoint.
+
+environment ── row ──► AgentHarness ── base_url, key, model ──► the agent
+                                                                   │ chat completions
+vf-vllm ◄── tokens ── v1_client.TokenClient ◄── verifiers' endpoint ◄┘
+
+Each reply becomes tokens of the rollout's samples, whatever the order of the calls. The end of the
+agent is the end of the rollout. Rewards score what it printed or returned, and files it has left.
+
+load_agent_environment   a program: `[env] command` of a TOML
+env_from_agent           a function, in a script
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import re
+import shlex
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import verifiers.v1 as vf
+from pydantic import Field
+from verifiers.v1.errors import HarnessError
+from verifiers.v1.utils import loaders
+
+from verifiers_rl.envs.base import InvalidEnvironmentError
+from verifiers_rl.envs.dataset import (
+    ExampleTaskset,
+    RewardFn,
+    env_from,
+    examples_of,
+    parameters_from,
+)
+from verifiers_rl.envs.v1_loading import load_v1_environment
+from verifiers_rl.json_text import as_json
+from verifiers_rl.process.loop_thread import run_contained
+
+__all__ = ["AgentHarness", "AgentTaskset"]  # what verifiers finds in this module
+
+IN_AGENT = "verifiers_rl_agent"  # id of the harness
+sys.modules[IN_AGENT] = sys.modules[__name__]  # where verifiers looks for it
+FOLDER = "folder"  # what reward functions call the folder of a function
+OF_ROLLOUT = ("base_url", "api_key", "model", FOLDER)  # what a function gets beside its row
+MAX_PRINTED = 65_536  # bytes at the end of what a program prints, which are kept
+MAX_SAID = 2000  # characters at the end of its stderr, which an error has
+_COLUMN = re.compile(r"(?<!\$)\{(\w+)\}")  # ${NAME} is one of a shell
+
+
+class AgentHarnessConfig(vf.HarnessConfig):
+    id: str = IN_AGENT
+    command: list[str] = Field([])  # none: the agent is the function of `AgentData`
+
+
+class AgentData(vf.TaskData):
+    """A row for a function, and what it may get of the row's columns."""
+
+    agent: Any = Field(exclude=True, repr=False)
+    columns: dict[str, Any] = Field(exclude=True, repr=False)
+
+
+class AgentHarness(vf.Harness[AgentHarnessConfig]):
+    """Lets an agent play a rollout, whose last reply is what the agent printed or returned."""
+
+    EXECUTES_CODE = False  # who wrote the agent knows what it does with replies
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self,
+        ctx: Any,
+        trace: Any,
+        runtime: Any,
+        endpoint: str,
+        secret: str,
+        mcp_urls: Any,
+        data: Any,
+    ) -> vf.ProgramResult:
+        folder: Path = runtime.workdir
+        if isinstance(data, AgentData):
+            given = zip(OF_ROLLOUT, (endpoint, secret, ctx.model, folder), strict=True)
+            answer = await run_contained(call(data.agent, data.columns | dict(given)))
+        else:
+            variables = {
+                "PATH": os.environ.get("PATH", os.defpath),
+                "HOME": str(folder),
+                "OPENAI_BASE_URL": endpoint,
+                "OPENAI_API_KEY": secret,
+                "OPENAI_MODEL": ctx.model,
+            }
+            variables = runtime.process_env(self.config.resolved_env | variables)
+            command, columns = self.config.command, data.model_dump(mode="json")
+            words = [_COLUMN.sub(lambda name: text_of(columns[name[1]]), word) for word in command]
+            status, answer, said = await run_program(words, variables, folder)
+            if status:
+                said = said.strip()[-MAX_SAID:]
+                raise HarnessError(f"{shlex.join(command)} ended with status {status}: {said}")
+        if not trace.calls:
+            raise HarnessError(
+                "the agent asked for no reply: it must send its chat completions to "
+                "OPENAI_BASE_URL, or to the base_url that it gets"
+            )
+        trace.root_reply = answer if answer is None else str(answer)
+        trace.info[FOLDER] = folder
+        return vf.ProgramResult(0, "", "")
+
+
+# --- A program ------------------------------------------------------------------------------------
+
+
+def load_agent_environment(given: Mapping[str, Any], *folders: Path) -> vf.Env:
+    """Make the environment of a table with a `command`, which is otherwise one for
+    `load_v1_environment`. Words that name files in the folders become paths, because the program
+    runs in a folder of its own.
+
+    Raises:
+        InvalidEnvironmentError: the command has no program, names no column of the tasks, or has
+            one in code; or as for that function.
+    """
+    table, agent, command = dict(given), given.get("agent", {}), given["command"]
+    if beside := agent.keys() & {"harness", "runtime"}:
+        raise InvalidEnvironmentError(
+            f"[env] command: it plays, on this machine; leave out {min(beside)} in [env.agent]"
+        )
+    paths = {
+        word: str(path)
+        for folder in reversed(folders)
+        for word in command
+        if os.path.isfile(path := folder.absolute() / word)
+    }
+    words = [paths.get(word, word) for word in command]
+    table["agent"] = agent | {"harness": {"id": IN_AGENT, "command": words}}
+    del table["command"]
+    env = load_v1_environment(table, *folders)
+    columns = loaders.task_type(env.config.taskset.id).data_type().model_fields
+    problem = ""
+    if not words or shutil.which(words[0]) is None:
+        problem = "there is no such program on the PATH"
+    for before, word in pairwise(["", *words]):
+        for name in _COLUMN.findall(word):
+            if name not in columns:
+                problem = f"{name!r} is no column of the tasks: {', '.join(columns)}"
+            elif before == "-c":
+                problem = f"put {{{name}}} behind the code, where it is data, not code"
+    if problem:
+        raise InvalidEnvironmentError(f"[env] command={command}: {problem}")
+    return env
+
+
+def text_of(value: Any) -> str:
+    """Return a value as a part of a command: JSON, if it is no text."""
+    return value if isinstance(value, str) else as_json(value).decode()
+
+
+class Program(asyncio.SubprocessProtocol):
+    """A program that runs, and the last bytes of its stdout and stderr."""
+
+    def __init__(self) -> None:
+        self.kept, self.ended = {1: b"", 2: b""}, asyncio.Event()
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        self.kept[fd] = (self.kept[fd] + data)[-MAX_PRINTED:]
+
+    def process_exited(self) -> None:
+        """Kill what it has started, which may hold its stdout open."""
+        with suppress(ProcessLookupError, PermissionError):  # nobody is left
+            os.killpg(self.transport.get_pid(), signal.SIGKILL)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.ended.set()
+
+
+async def run_program(words: list[str], variables: dict[str, str], folder: Path) -> list[Any]:
+    """Run a program with its arguments, this environment and in this folder, until it exits; kill
+    what it has started, and the program too if this is cancelled.
+
+    Returns:
+        Its exit status, and the ends of its stdout and stderr.
+    """
+    transport, program = await asyncio.get_running_loop().subprocess_exec(
+        Program,
+        *words,
+        env=variables,
+        cwd=folder,
+        stdin=asyncio.subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        await program.ended.wait()
+    finally:
+        program.process_exited()
+        transport.close()
+    texts = (kept.decode(errors="replace") for kept in program.kept.values())
+    return [transport.get_returncode(), *texts]
+
+
+# --- A function -----------------------------------------------------------------------------------
+
+
+async def call(agent: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+    """Call a function with the values that it names: an async one in this event loop, another one
+    on a thread of its own.
+    """
+    names = parameters_from(agent, [*values], "the agent")
+    bound: Any = partial(agent, **{name: values[name] for name in names})
+    if any(map(inspect.iscoroutinefunction, (agent, type(agent).__call__))):
+        return await bound()
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()  # after the deadline, its result is nobody's
+
+    def run() -> None:
+        try:
+            future.set_result(bound())
+        except BaseException as error:  # raised to whoever waits
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="agent", daemon=True).start()
+    return await asyncio.wrap_future(future)
+
+
+class AgentTaskset(ExampleTaskset):
+    """The examples of a taskset of `env_from`, and the function that plays them."""
+
+    def __init__(self, given: Any, rows: list[dict[str, Any]], agent: Callable[..., Any]) -> None:
+        vars(self).update(vars(given))
+        wanted = parameters_from(agent, [*OF_ROLLOUT, *rows[0]], "env_from_agent: the agent")
+        for task, row in zip(self.tasks, rows, strict=True):
+            columns = {name: row[name] for name in row if name in wanted}
+            task.data = AgentData(**dict(task.data), agent=agent, columns=columns)
+
+
+def env_from_agent(
+    dataset: Any,
+    reward_fn: RewardFn | Sequence[RewardFn],
+    agent: Callable[..., Any],
+    eval_dataset: Any = None,
+    weights: Sequence[float] | None = None,
+) -> vf.Taskset:
+    """Make an environment in which a function of yours is the agent, a taskset of `verifiers.v1`.
+
+    It sends chat completions to `base_url` with the key `api_key`, as many as it likes and in any
+    order. The policy answers them, whatever model they name, with the run's sampling options.
+
+    Args:
+        dataset, eval_dataset, weights: as for `env_from`. Prompts are only passed to the agent. The
+            four names below stand for what the rollout has, not for columns.
+        reward_fn: as for `env_from`. `completion` is what the agent returned, or the last reply of
+            the model if it returned None. `folder`, a `Path`, is the agent's own folder, which is
+            removed afterwards.
+        agent: gets what its parameters name: `base_url`, `api_key`, `model`, `folder`, any column
+            of the dataset; `**kwargs` gets all of these. An async function must not block. Another
+            one has a thread of its own, which nothing can end: after the rollout's deadline, the
+            endpoint refuses its requests. It runs where reward functions do, with their rights.
+
+    Raises:
+        InvalidEnvironmentError: as for `env_from`; or the agent names something else.
+    """
+
+    given = {"dataset": dataset, "eval_dataset": eval_dataset}
+    rows, *others = (
+        [{**row, FOLDER: None} for row in examples_of(data, name)]
+        for name, data in given.items()
+        if data is not None
+    )
+    examples: Any = env_from(rows, reward_fn, None, *others, weights=weights)
+    taskset = AgentTaskset(examples, rows, agent)
+    for eval_rows in others:
+        taskset.eval_taskset = AgentTaskset(examples.eval_taskset, eval_rows, agent)
+    return taskset
