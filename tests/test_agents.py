@@ -128,8 +128,8 @@ def test_what_a_program_asks_for_does_not_change_how_it_is_sampled(run):
 ROWS = [{"prompt": "start", "answer": "no", "unused": object()}]
 
 
-def client_of(values, kind=openai.OpenAI):
-    return kind(base_url=values["base_url"], api_key=values["api_key"]).chat.completions
+def client_of(values):
+    return openai.OpenAI(base_url=values["base_url"], api_key=values["api_key"]).chat.completions
 
 
 def in_any_order(**values):
@@ -166,27 +166,23 @@ def test_a_function_asks_in_any_order_and_branches_become_samples(play, tokenize
     assert num_trained == sum(len(tokens) for _, tokens in requests)
 
 
-def test_tool_calls_of_a_function_are_one_sample(play):  # noqa: F811
-    async def agent(prompt, **values):
-        chat, messages = (
-            client_of(values, openai.AsyncOpenAI),
-            [{"role": "user", "content": prompt}],
-        )
-        double = {"name": "double", "parameters": {"type": "object"}}
-        for stream in (True, False):
-            given = {"tools": [{"type": "function", "function": double}], "stream": stream}
-            reply = await chat.create(model="m", messages=messages, **given)
-            if stream:
-                (delta,) = [chunk.choices[0].delta async for chunk in reply if chunk.choices]
-                (call,) = delta.tool_calls
-                tool = {"role": "tool", "tool_call_id": call.id, "content": call.function.arguments}
-                made = call.model_dump(exclude={"index"})
-                messages += [{"role": "assistant", "tool_calls": [made]}, tool]
+def test_tool_calls_of_an_async_function_are_one_sample(play):  # noqa: F811
+    async def agent(prompt, base_url, api_key):
+        tool = {"type": "function", "function": {"name": "double", "parameters": {}}}
+        given = {"model": "m", "messages": [{"role": "user", "content": prompt}], "tools": [tool]}
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            stream = await client.chat.completions.create(stream=True, **given)
+            async for chunk in stream:
+                for call in chunk.choices[0].delta.tool_calls:
+                    calls = [call.model_dump(exclude={"index"})]
+                    result = {"role": "tool", "tool_call_id": call.id, "content": "8"}
+            given["messages"] += [{"role": "assistant", "tool_calls": calls}, result]
+            reply = await client.chat.completions.create(**given)
         return reply.choices[0].message.content
 
     call = {"name": "double", "arguments": '{"x":4}'}
-    env = env_from_agent(ROWS, len_of, agent)
-    (rollout,), _ = play(lambda p: "done" if "<|tool|>" in p else call, env)
+    say = lambda prompt: "done" if "<|tool|>8" in prompt else call  # noqa: E731
+    (rollout,), _ = play(say, env_from_agent(ROWS, len_of, agent))
     assert rollout.reward == 4 and len(rollout.samples) == 1 and rollout.num_turns == 2
 
 
@@ -204,7 +200,8 @@ def test_agents_play_in_rollout_workers(tmp_path, tokenizer, on_the_path):  # no
     agents = (program(tmp_path, "print(ask('?'))"), env_from_agent(rows, len_of, leave))
     for env in agents:
         groups, _ = roll_out(env, tokenizer, tmp_path, all_three)
-        assert [rollout.reward for group in groups[:2] for rollout in group] == [3.0] * 4
+        found = [rollout.error or rollout.reward for group in groups[:2] for rollout in group]
+        assert found == [3.0] * 4
     assert "SystemExit" in str(groups[2][0].error)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import os
 import re
 import shlex
@@ -39,12 +40,12 @@ from verifiers_rl.envs.base import InvalidEnvironmentError
 from verifiers_rl.envs.dataset import (
     ExampleTaskset,
     RewardFn,
+    columns_of,
     env_from,
     examples_of,
     parameters_from,
 )
 from verifiers_rl.envs.v1_loading import load_v1_environment
-from verifiers_rl.json_text import as_json
 from verifiers_rl.process.loop_thread import run_contained
 
 __all__ = ["AgentHarness", "AgentTaskset"]  # what verifiers finds in this module
@@ -55,6 +56,7 @@ FOLDER = "folder"  # what reward functions call the folder of a function
 OF_ROLLOUT = ("base_url", "api_key", "model", FOLDER)  # what a function gets beside its row
 MAX_PRINTED = 65_536  # bytes at the end of what a program prints, which are kept
 MAX_SAID = 2000  # characters at the end of its stderr, which an error has
+EXIT_S = 5.0  # deadline for the end of its stdout, after its exit
 _COLUMN = re.compile(r"(?<!\$)\{(\w+)\}")  # ${NAME} is one of a shell
 
 
@@ -64,7 +66,7 @@ class AgentHarnessConfig(vf.HarnessConfig):
 
 
 class AgentData(vf.TaskData):
-    """A row for a function, and what it may get of the row's columns."""
+    """A row for a function, and what the function gets; nothing yet of what its rollout has."""
 
     agent: Any = Field(exclude=True, repr=False)
     columns: dict[str, Any] = Field(exclude=True, repr=False)
@@ -88,8 +90,9 @@ class AgentHarness(vf.Harness[AgentHarnessConfig]):
     ) -> vf.ProgramResult:
         folder: Path = runtime.workdir
         if isinstance(data, AgentData):
-            given = zip(OF_ROLLOUT, (endpoint, secret, ctx.model, folder), strict=True)
-            answer = await run_contained(call(data.agent, data.columns | dict(given)))
+            given = dict(zip(OF_ROLLOUT, (endpoint, secret, ctx.model, folder), strict=True))
+            arguments = {name: given.get(name, column) for name, column in data.columns.items()}
+            answer = await run_contained(call(partial(data.agent, **arguments)))
         else:
             variables = {
                 "PATH": os.environ.get("PATH", os.defpath),
@@ -99,8 +102,12 @@ class AgentHarness(vf.Harness[AgentHarnessConfig]):
                 "OPENAI_MODEL": ctx.model,
             }
             variables = runtime.process_env(self.config.resolved_env | variables)
-            command, columns = self.config.command, data.model_dump(mode="json")
-            words = [_COLUMN.sub(lambda name: text_of(columns[name[1]]), word) for word in command]
+            columns = {  # JSON, if they are no text
+                name: value if isinstance(value, str) else json.dumps(value)
+                for name, value in data.model_dump(mode="json").items()
+            }
+            command = self.config.command
+            words = [_COLUMN.sub(lambda name: columns[name[1]], word) for word in command]
             status, answer, said = await run_program(words, variables, folder)
             if status:
                 said = said.strip()[-MAX_SAID:]
@@ -157,30 +164,21 @@ def load_agent_environment(given: Mapping[str, Any], *folders: Path) -> vf.Env:
     return env
 
 
-def text_of(value: Any) -> str:
-    """Return a value as a part of a command: JSON, if it is no text."""
-    return value if isinstance(value, str) else as_json(value).decode()
-
-
 class Program(asyncio.SubprocessProtocol):
     """A program that runs, and the last bytes of its stdout and stderr."""
 
     def __init__(self) -> None:
-        self.kept, self.ended = {1: b"", 2: b""}, asyncio.Event()
-
-    def connection_made(self, transport: Any) -> None:
-        self.transport = transport
+        self.exited, self.closed = asyncio.Event(), asyncio.Event()
+        self.kept = {1: b"", 2: b""}
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         self.kept[fd] = (self.kept[fd] + data)[-MAX_PRINTED:]
 
     def process_exited(self) -> None:
-        """Kill what it has started, which may hold its stdout open."""
-        with suppress(ProcessLookupError, PermissionError):  # nobody is left
-            os.killpg(self.transport.get_pid(), signal.SIGKILL)
+        self.exited.set()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.ended.set()
+        self.closed.set()
 
 
 async def run_program(words: list[str], variables: dict[str, str], folder: Path) -> list[Any]:
@@ -199,9 +197,12 @@ async def run_program(words: list[str], variables: dict[str, str], folder: Path)
         start_new_session=True,
     )
     try:
-        await program.ended.wait()
+        await program.exited.wait()
     finally:
-        program.process_exited()
+        with suppress(ProcessLookupError, PermissionError):  # nobody is left
+            os.killpg(transport.get_pid(), signal.SIGKILL)
+        with suppress(TimeoutError):  # a process that left the group has its stdout
+            await asyncio.wait_for(program.closed.wait(), EXIT_S)
         transport.close()
     texts = (kept.decode(errors="replace") for kept in program.kept.values())
     return [transport.get_returncode(), *texts]
@@ -210,20 +211,16 @@ async def run_program(words: list[str], variables: dict[str, str], folder: Path)
 # --- A function -----------------------------------------------------------------------------------
 
 
-async def call(agent: Callable[..., Any], values: Mapping[str, Any]) -> Any:
-    """Call a function with the values that it names: an async one in this event loop, another one
-    on a thread of its own.
-    """
-    names = parameters_from(agent, [*values], "the agent")
-    bound: Any = partial(agent, **{name: values[name] for name in names})
-    if any(map(inspect.iscoroutinefunction, (agent, type(agent).__call__))):
-        return await bound()
+async def call(agent: partial[Any]) -> Any:
+    """Call a function: an async one in this event loop, another one on a thread of its own."""
+    if any(map(inspect.iscoroutinefunction, (agent, type(agent.func).__call__))):
+        return await agent()
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()  # after the deadline, its result is nobody's
 
     def run() -> None:
         try:
-            future.set_result(bound())
+            future.set_result(agent())
         except BaseException as error:  # raised to whoever waits
             future.set_exception(error)
 
@@ -236,9 +233,10 @@ class AgentTaskset(ExampleTaskset):
 
     def __init__(self, given: Any, rows: list[dict[str, Any]], agent: Callable[..., Any]) -> None:
         vars(self).update(vars(given))
-        wanted = parameters_from(agent, [*OF_ROLLOUT, *rows[0]], "env_from_agent: the agent")
+        known = [*OF_ROLLOUT, *columns_of(rows)]
+        wanted = parameters_from(agent, known, "env_from_agent: the agent")
         for task, row in zip(self.tasks, rows, strict=True):
-            columns = {name: row[name] for name in row if name in wanted}
+            columns = {name: row.get(name) for name in wanted}
             task.data = AgentData(**dict(task.data), agent=agent, columns=columns)
 
 

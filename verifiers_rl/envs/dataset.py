@@ -90,8 +90,7 @@ class ExampleTaskset(vf.Taskset[ExampleTask, vf.TasksetConfig]):
     ) -> None:
         super().__init__(vf.TasksetConfig())
         rows, what = examples_of(dataset, name), f"env_from: {name}"
-        known = [REPLY, *(name for name in rows[0] if all(name in row for row in rows))]
-        whose = f"{what}: the reward function"
+        known, whose = [REPLY, *columns_of(rows)], f"{what}: the reward function"
         # A worker that gets the taskset imports the functions' scripts.
         self.rewards = [
             (reward, weight, fn, parameters_from(fn, known, f"{whose} {reward!r}"))
@@ -315,6 +314,11 @@ def examples_of(dataset: Any, name: str) -> list[Mapping[str, Any]]:
                 "the reply; give the column another name, such as 'answer'"
             )
     return rows
+
+
+def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the columns that each row has."""
+    return [name for name in rows[0] if all(name in row for row in rows)]
 
 
 def parameters_from(
