@@ -22,7 +22,7 @@ from transformers import set_seed
 from tests.conftest import running_server
 from tests.helpers import ROOT, load_example, make_request, run_python
 from tests.serving import chat_reply, serving
-from tests.test_agents import in_any_order, of_left
+from tests.test_agents import in_any_order, len_of
 from verifiers_rl import RLConfig, RLTrainer, WeightedEnv, env_from_agent
 from verifiers_rl.cli.config import load_run_config
 from verifiers_rl.envs.agents import load_agent_environment
@@ -236,7 +236,7 @@ def test_agents_that_exist_already_are_trained_on_what_was_sampled(
 ):
     """openai with streams, calls at once and branches; and the example with curl."""
     args = make_args(server, tmp_path, max_tokens=20, max_off_policy_steps=0)
-    branching = env_from_agent([{"prompt": "four", "answer": "8"}], of_left, in_any_order)
+    branching = env_from_agent(["four"], len_of, in_any_order)
     table = {"id": "small_tasks", "command": ["sh", "curl_agent.sh", "{prompt}"]}
     curl = load_agent_environment(table, ROOT / "examples" / "agents")
     choices = ["yes", "no, sir", "<think>hm</think>a"]

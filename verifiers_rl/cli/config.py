@@ -14,11 +14,10 @@ id = "null"
 [env]                            # or by its id alone
 id = "reverse_text"              # a taskset, or a classic environment in another Python
 python = "venv/bin/python"       # the Python of its rollout workers; relative to this file
+command = ["sh", "agent.sh", "{prompt}"]  # a program that plays its tasks; also beside
+                                 # [env.taskset], but not beside `python`
 [env.args]                       # keys of the taskset, or arguments of its load_environment
 
-                                 # either form may have
-                                 # command = ["python", "agent.py", "{prompt}"]  a program that
-                                 #   plays its tasks; files are looked for beside this file
                                  # or several: [[env]], each one of these; they have, and one
                                  # [env] may have,
                                  # name = "..."  prefix of its metrics, by default its id,

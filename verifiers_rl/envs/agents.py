@@ -34,7 +34,6 @@ from typing import Any
 import verifiers.v1 as vf
 from pydantic import Field
 from verifiers.v1.errors import HarnessError
-from verifiers.v1.utils import loaders
 
 from verifiers_rl.envs.base import InvalidEnvironmentError
 from verifiers_rl.envs.dataset import (
@@ -52,10 +51,9 @@ __all__ = ["AgentHarness", "AgentTaskset"]  # what verifiers finds in this modul
 
 IN_AGENT = "verifiers_rl_agent"  # id of the harness
 sys.modules[IN_AGENT] = sys.modules[__name__]  # where verifiers looks for it
-FOLDER = "folder"  # what reward functions call the folder of a function
-OF_ROLLOUT = ("base_url", "api_key", "model", FOLDER)  # what a function gets beside its row
+# What `launch` gives to a function beside its row, and to a program as variables OPENAI_...
+OF_ROLLOUT = ("base_url", "api_key", "model")
 MAX_PRINTED = 65_536  # bytes at the end of what a program prints, which are kept
-MAX_SAID = 2000  # characters at the end of its stderr, which an error has
 EXIT_S = 5.0  # deadline for the end of its stdout, after its exit
 _COLUMN = re.compile(r"(?<!\$)\{(\w+)\}")  # ${NAME} is one of a shell
 
@@ -66,10 +64,9 @@ class AgentHarnessConfig(vf.HarnessConfig):
 
 
 class AgentData(vf.TaskData):
-    """A row for a function, and what the function gets; nothing yet of what its rollout has."""
+    """A row for a function, which has the row's columns, but not yet what belongs to a rollout."""
 
-    agent: Any = Field(exclude=True, repr=False)
-    columns: dict[str, Any] = Field(exclude=True, repr=False)
+    agent: Any = Field(exclude=True)
 
 
 class AgentHarness(vf.Harness[AgentHarnessConfig]):
@@ -88,20 +85,15 @@ class AgentHarness(vf.Harness[AgentHarnessConfig]):
         mcp_urls: Any,
         data: Any,
     ) -> vf.ProgramResult:
-        folder: Path = runtime.workdir
+        given = {"base_url": endpoint, "api_key": secret, "model": ctx.model}
         if isinstance(data, AgentData):
-            given = dict(zip(OF_ROLLOUT, (endpoint, secret, ctx.model, folder), strict=True))
-            arguments = {name: given.get(name, column) for name, column in data.columns.items()}
-            answer = await run_contained(call(partial(data.agent, **arguments)))
+            wanted = {name: given[name] for name in given if name in data.agent.keywords}
+            answer = await run_contained(call(partial(data.agent, **wanted)))
         else:
-            variables = {
-                "PATH": os.environ.get("PATH", os.defpath),
-                "HOME": str(folder),
-                "OPENAI_BASE_URL": endpoint,
-                "OPENAI_API_KEY": secret,
-                "OPENAI_MODEL": ctx.model,
-            }
-            variables = runtime.process_env(self.config.resolved_env | variables)
+            variables = {f"OPENAI_{name.upper()}": value for name, value in given.items()}
+            variables["PATH"] = os.environ.get("PATH", os.defpath)
+            variables["HOME"] = folder = str(runtime.workdir)
+            variables = runtime.process_env(variables)
             columns = {  # JSON, if they are no text
                 name: value if isinstance(value, str) else json.dumps(value)
                 for name, value in data.model_dump(mode="json").items()
@@ -110,15 +102,14 @@ class AgentHarness(vf.Harness[AgentHarnessConfig]):
             words = [_COLUMN.sub(lambda name: columns[name[1]], word) for word in command]
             status, answer, said = await run_program(words, variables, folder)
             if status:
-                said = said.strip()[-MAX_SAID:]
-                raise HarnessError(f"{shlex.join(command)} ended with status {status}: {said}")
+                end = said[-2000:]  # enough to see why
+                raise HarnessError(f"{shlex.join(command)} ended with status {status}: {end}")
         if not trace.calls:
             raise HarnessError(
                 "the agent asked for no reply: it must send its chat completions to "
                 "OPENAI_BASE_URL, or to the base_url that it gets"
             )
         trace.root_reply = answer if answer is None else str(answer)
-        trace.info[FOLDER] = folder
         return vf.ProgramResult(0, "", "")
 
 
@@ -134,7 +125,8 @@ def load_agent_environment(given: Mapping[str, Any], *folders: Path) -> vf.Env:
         InvalidEnvironmentError: the command has no program, names no column of the tasks, or has
             one in code; or as for that function.
     """
-    table, agent, command = dict(given), given.get("agent", {}), given["command"]
+    table, agent = dict(given), given.get("agent", {})
+    command = table.pop("command")
     if beside := agent.keys() & {"harness", "runtime"}:
         raise InvalidEnvironmentError(
             f"[env] command: it plays, on this machine; leave out {min(beside)} in [env.agent]"
@@ -147,11 +139,10 @@ def load_agent_environment(given: Mapping[str, Any], *folders: Path) -> vf.Env:
     }
     words = [paths.get(word, word) for word in command]
     table["agent"] = agent | {"harness": {"id": IN_AGENT, "command": words}}
-    del table["command"]
     env = load_v1_environment(table, *folders)
-    columns = loaders.task_type(env.config.taskset.id).data_type().model_fields
+    columns = type(env.taskset).task_type().data_type().model_fields
     problem = ""
-    if not words or shutil.which(words[0]) is None:
+    if not words or not shutil.which(words[0]):
         problem = "there is no such program on the PATH"
     for before, word in pairwise(["", *words]):
         for name in _COLUMN.findall(word):
@@ -177,11 +168,11 @@ class Program(asyncio.SubprocessProtocol):
     def process_exited(self) -> None:
         self.exited.set()
 
-    def connection_lost(self, error: Exception | None) -> None:
+    def connection_lost(self, error: Any) -> None:
         self.closed.set()
 
 
-async def run_program(words: list[str], variables: dict[str, str], folder: Path) -> list[Any]:
+async def run_program(words: list[str], variables: dict[str, str], folder: str) -> list[Any]:
     """Run a program with its arguments, this environment and in this folder, until it exits; kill
     what it has started, and the program too if this is cancelled.
 
@@ -199,7 +190,7 @@ async def run_program(words: list[str], variables: dict[str, str], folder: Path)
     try:
         await program.exited.wait()
     finally:
-        with suppress(ProcessLookupError, PermissionError):  # nobody is left
+        with suppress(ProcessLookupError):  # nobody is left
             os.killpg(transport.get_pid(), signal.SIGKILL)
         with suppress(TimeoutError):  # a process that left the group has its stdout
             await asyncio.wait_for(program.closed.wait(), EXIT_S)
@@ -224,20 +215,20 @@ async def call(agent: partial[Any]) -> Any:
         except BaseException as error:  # raised to whoever waits
             future.set_exception(error)
 
-    threading.Thread(target=run, name="agent", daemon=True).start()
+    threading.Thread(target=run, daemon=True).start()
     return await asyncio.wrap_future(future)
 
 
 class AgentTaskset(ExampleTaskset):
     """The examples of a taskset of `env_from`, and the function that plays them."""
 
-    def __init__(self, given: Any, rows: list[dict[str, Any]], agent: Callable[..., Any]) -> None:
-        vars(self).update(vars(given))
+    def __init__(self, given: Any, rows: Any, agent: Callable[..., Any]) -> None:
+        self.__dict__.update(given.__dict__)
         known = [*OF_ROLLOUT, *columns_of(rows)]
         wanted = parameters_from(agent, known, "env_from_agent: the agent")
         for task, row in zip(self.tasks, rows, strict=True):
-            columns = {name: row.get(name) for name in wanted}
-            task.data = AgentData(**dict(task.data), agent=agent, columns=columns)
+            own = partial(agent, **{name: row.get(name) for name in wanted})
+            task.data = AgentData(**dict(task.data), agent=own)
 
 
 def env_from_agent(
@@ -254,27 +245,21 @@ def env_from_agent(
 
     Args:
         dataset, eval_dataset, weights: as for `env_from`. Prompts are only passed to the agent. The
-            four names below stand for what the rollout has, not for columns.
+            three names below stand for what the rollout has, not for columns.
         reward_fn: as for `env_from`. `completion` is what the agent returned, or the last reply of
-            the model if it returned None. `folder`, a `Path`, is the agent's own folder, which is
-            removed afterwards.
-        agent: gets what its parameters name: `base_url`, `api_key`, `model`, `folder`, any column
-            of the dataset; `**kwargs` gets all of these. An async function must not block. Another
-            one has a thread of its own, which nothing can end: after the rollout's deadline, the
-            endpoint refuses its requests. It runs where reward functions do, with their rights.
+            the model if it returned None.
+        agent: gets what its parameters name: `base_url`, `api_key`, `model`, any column of the
+            dataset; `**kwargs` gets all of these. An async function must not block. Another one has
+            a thread of its own, which nothing can end: after the rollout's deadline, the endpoint
+            refuses its requests. It runs where reward functions do, with their rights.
 
     Raises:
         InvalidEnvironmentError: as for `env_from`; or the agent names something else.
     """
 
-    given = {"dataset": dataset, "eval_dataset": eval_dataset}
-    rows, *others = (
-        [{**row, FOLDER: None} for row in examples_of(data, name)]
-        for name, data in given.items()
-        if data is not None
-    )
-    examples: Any = env_from(rows, reward_fn, None, *others, weights=weights)
-    taskset = AgentTaskset(examples, rows, agent)
-    for eval_rows in others:
+    examples: Any = env_from(dataset, reward_fn, None, eval_dataset, weights)
+    taskset = AgentTaskset(examples, examples_of(dataset, "dataset"), agent)
+    if eval_dataset is not None:
+        eval_rows = examples_of(eval_dataset, "eval_dataset")
         taskset.eval_taskset = AgentTaskset(examples.eval_taskset, eval_rows, agent)
     return taskset

@@ -48,21 +48,18 @@ class ExampleTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
     @vf.reward
     async def reward(self, trace: vf.Trace) -> dict[str, float]:
         """Record each reward with its weight. Returns {}: there is no other one."""
-        scores = await self.scores_of(trace.last_reply, trace.info)
+        scores = await self.scores_of(trace.last_reply)
         for name, weight, *_ in self.rewards:
             trace.record_reward(name, scores[name], weight)
         return {}
 
-    async def scores_of(self, reply: str, info: Mapping[str, Any]) -> dict[str, float]:
+    async def scores_of(self, reply: str) -> dict[str, float]:
         """Return what each reward function gives a reply, by its name.
-
-        Args:
-            info: what functions may get beside the row.
 
         Raises:
             ValueError: a function returns no finite number.
         """
-        values, scores = {**self.row, **info, REPLY: reply}, dict[str, float]()
+        values, scores = {**self.row, REPLY: reply}, dict[str, float]()
         for name, _, reward_fn, parameters in self.rewards:
             given = reward_fn(**{parameter: values[parameter] for parameter in parameters})
             if inspect.isawaitable(given):
@@ -177,7 +174,7 @@ class DatasetEnvironment(V1Environment):
                     }
                 )
                 scores = rollout.metrics = await run_contained(
-                    task.scores_of((message.get("content") or "").strip(), {})
+                    task.scores_of((message.get("content") or "").strip())
                 )
                 total = sum(scores[name] * weight for name, weight, *_ in task.rewards)
                 rollout.reward, rollout.samples = finite_reward(total), [sample]

@@ -149,9 +149,8 @@ class TokenClient(vf.Client):
             prompt_ids = _prompt_ids(episode._runner, body["messages"], turn, template)
         except ValueError as error:  # the prompt has an image
             raise ProviderError(str(error), status_code=400) from error
-        # A program's own seed would make the rollouts of a group alike.
-        request = {name: body[name] for name in body if name != "seed"} | options
-        asked = body.get("max_completion_tokens") or body.get("max_tokens")
+        body.pop("seed", None)  # a program's own would make the rollouts of a group alike
+        request = body | options
         # If a program asks for a stream, verifiers makes one from the whole reply. The only
         # limit is max_tokens below.
         for name in ("stream", "stream_options", "max_completion_tokens"):
@@ -161,8 +160,7 @@ class TokenClient(vf.Client):
         episode.warn_of_bias(turn.trace.agent.name, request)
         max_seq_len = episode._runner.options.max_seq_len
         room = max_seq_len - len(prompt_ids)
-        limits = (options.get("max_tokens"), asked, room)
-        request["max_tokens"] = min(limit or room for limit in limits)
+        request["max_tokens"] = min(options.get("max_tokens") or room, room)
         try:
             if room < 1:
                 tokens = f"{len(prompt_ids)} tokens fill max_seq_len={max_seq_len}"
