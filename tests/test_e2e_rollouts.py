@@ -239,16 +239,14 @@ def test_agents_that_exist_already_are_trained_on_what_was_sampled(
     branching = env_from_agent(["four"], len_of, in_any_order)
     table = {"id": "small_tasks", "command": ["sh", "curl_agent.sh", "{prompt}"]}
     curl = load_agent_environment(table, ROOT / "examples" / "agents")
-    choices = ["yes", "no, sir", "<think>hm</think>a"]
-    for env, num_turns, said in ((branching, 5, choices), (curl, 1, ["yes"]), (branching, 5, None)):
+    for env, num_turns, said in ((branching, 5, None), (curl, 1, ["yes"])):
         for rollout, _ in roll_out(args, said, 2, env):
             assert rollout.num_turns == num_turns
     env = [WeightedEnv(branching, "branching"), WeightedEnv(curl, "curl")]
     trainer = RLTrainer(str(model_folder), env, args, advantage_fn=all_different)
     trainer.train()
-    rows = [row for row in trainer.state.log_history if "loss" in row]
-    assert len(rows) == 2 and max(row["mismatch_kl"] for row in rows) < 1e-4
-    assert not any(row["error_share"] for row in rows)
+    for row in trainer.state.log_history[:2]:
+        assert row["mismatch_kl"] < 1e-4 and row["error_share"] == 0
 
 
 def post(server, body, path="/v1/chat/completions/tokens", key=None):

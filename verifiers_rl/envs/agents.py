@@ -129,7 +129,7 @@ def load_agent_environment(given: Mapping[str, Any], *folders: Path) -> vf.Env:
     command = table.pop("command")
     if beside := agent.keys() & {"harness", "runtime"}:
         raise InvalidEnvironmentError(
-            f"[env] command: it plays, on this machine; leave out {min(beside)} in [env.agent]"
+            f"command: it plays, on this machine; leave out {min(beside)} in [env.agent]"
         )
     paths = {
         word: str(path)
@@ -151,7 +151,7 @@ def load_agent_environment(given: Mapping[str, Any], *folders: Path) -> vf.Env:
             elif before == "-c":
                 problem = f"put {{{name}}} behind the code, where it is data, not code"
     if problem:
-        raise InvalidEnvironmentError(f"[env] command={command}: {problem}")
+        raise InvalidEnvironmentError(f"command={command}: {problem}")
     return env
 
 
