@@ -237,7 +237,8 @@ def test_agents_that_exist_already_are_trained_on_what_was_sampled(
     """openai with streams, calls at once and branches; and the example with curl."""
     args = make_args(server, tmp_path, max_tokens=20, max_off_policy_steps=0)
     branching = env_from_agent(["four"], len_of, in_any_order)
-    table = {"id": "small_tasks", "command": ["sh", "curl_agent.sh", "{prompt}"]}
+    table = {"id": "small_tasks", "args": {"num_tasks": 3}}
+    table["command"] = ["sh", "curl_agent.sh", "{prompt}"]
     curl = load_agent_environment(table, ROOT / "examples" / "agents")
     for env, num_turns, said in ((branching, 5, None), (curl, 1, ["yes"])):
         for rollout, _ in roll_out(args, said, 2, env):
