@@ -1,5 +1,5 @@
-"""An agent on the openai package, which knows nothing of training: it asks twice, and if the answers
-differ a third time, and prints the one that it has got most often.
+"""An agent on the openai package, which knows nothing of training: it asks twice, a third time if
+the answers differ, and prints the one that it has got most often.
 
     OPENAI_BASE_URL=... OPENAI_API_KEY=... python openai_agent.py abc
 """
