@@ -22,8 +22,10 @@ from transformers import set_seed
 from tests.conftest import running_server
 from tests.helpers import ROOT, load_example, make_request, run_python
 from tests.serving import chat_reply, serving
-from verifiers_rl import RLConfig, RLTrainer
+from tests.test_agents import in_any_order, len_of
+from verifiers_rl import RLConfig, RLTrainer, WeightedEnv, env_from_agent
 from verifiers_rl.cli.config import load_run_config
+from verifiers_rl.envs.agents import load_agent_environment
 from verifiers_rl.envs.make import make_runner
 from verifiers_rl.envs.v1_loading import load_v1_environment
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient
@@ -131,14 +133,15 @@ def replies(monkeypatch):
 
 @pytest.fixture
 def roll_out(server, tokenizer, replies, v1_path):
-    """Rollouts of the environment with a user one after the other, each with the raw replies to it.
+    """Rollouts of an environment one after the other, by default the one with a user, each with the
+    raw replies to it.
 
     With `choices` every reply is one of these texts, so that thinking comes from a model with
     random weights.
     """
 
-    def roll_out(args, choices=None, num_rollouts=6):
-        env = load_v1_environment(V1_ENVIRONMENTS["a user"])
+    def roll_out(args, choices=None, num_rollouts=6, env=None):
+        env = env or load_v1_environment(V1_ENVIRONMENTS["a user"])
         runner = make_runner(env, server.url, tokenizer, args)
         sampling, found = args.sampling_args(), []
         if choices:
@@ -226,6 +229,25 @@ def test_a_reply_ends_at_a_stop_string_whose_tokens_are_trained(
         (sample,) = rollout.samples
         whole = tokenizer.decode(sample.token_ids)
         assert whole.count(f"<|assistant|>{sampled}<|end|><|user|>") == 2
+
+
+def test_agents_that_exist_already_are_trained_on_what_was_sampled(
+    server, model_folder, tmp_path, roll_out
+):
+    """openai with streams, calls at once and branches; and the example with curl."""
+    args = make_args(server, tmp_path, max_tokens=20, max_off_policy_steps=0)
+    branching = env_from_agent(["four"], len_of, in_any_order)
+    table = {"id": "small_tasks", "args": {"num_tasks": 3}}
+    table["command"] = ["sh", "curl_agent.sh", "{prompt}"]
+    curl = load_agent_environment(table, ROOT / "examples" / "agents")
+    for env, num_turns, said in ((branching, 5, None), (curl, 1, ["yes"])):
+        for rollout, _ in roll_out(args, said, 2, env):
+            assert rollout.num_turns == num_turns
+    env = [WeightedEnv(branching, "branching"), WeightedEnv(curl, "curl")]
+    trainer = RLTrainer(str(model_folder), env, args, advantage_fn=all_different)
+    trainer.train()
+    for row in trainer.state.log_history[:2]:
+        assert row["mismatch_kl"] < 1e-4 and row["error_share"] == 0
 
 
 def post(server, body, path="/v1/chat/completions/tokens", key=None):

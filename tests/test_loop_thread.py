@@ -53,3 +53,22 @@ def test_a_cancelled_task_is_cancelled_and_its_coroutine_has_an_end(has_begun):
     loop.close()
     gc.collect()
     assert seen == ["begun"] * has_begun
+
+
+def test_a_task_that_cancels_itself_is_not_warned_of(caplog):
+    """As aiohttp's server ends the task of a closed connection."""
+
+    async def cancels_itself():
+        waiter = asyncio.get_running_loop().create_future()
+        waiter.cancel()
+        await waiter
+
+    async def forget_it():
+        await asyncio.wait([asyncio.get_running_loop().create_task(cancels_itself())])
+
+    loop = asyncio.new_event_loop()
+    contain_tasks(loop)
+    loop.run_until_complete(forget_it())
+    loop.close()
+    gc.collect()
+    assert not caplog.records

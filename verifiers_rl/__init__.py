@@ -10,6 +10,7 @@ from verifiers_rl.lazy import load_on_first_use
 
 if TYPE_CHECKING:
     from verifiers_rl.config import RLConfig
+    from verifiers_rl.envs.agents import env_from_agent
     from verifiers_rl.envs.base import WeightedEnv
     from verifiers_rl.envs.chat_harness import ChatHarness
     from verifiers_rl.envs.dataset import env_from
@@ -28,6 +29,7 @@ __all__ = [
     "WeightedEnv",
     "cispo",
     "env_from",
+    "env_from_agent",
 ]
 
 HOME = {
@@ -40,6 +42,7 @@ HOME = {
     "WeightedEnv": "envs.base",
     "cispo": "losses",
     "env_from": "envs.dataset",
+    "env_from_agent": "envs.agents",
 }
 
 

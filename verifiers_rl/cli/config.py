@@ -14,6 +14,8 @@ id = "null"
 [env]                            # or by its id alone
 id = "reverse_text"              # a taskset, or a classic environment in another Python
 python = "venv/bin/python"       # the Python of its rollout workers; relative to this file
+command = ["sh", "agent.sh", "{prompt}"]  # a program that plays its tasks; also beside
+                                 # [env.taskset], but not beside `python`
 [env.args]                       # keys of the taskset, or arguments of its load_environment
 
                                  # or several: [[env]], each one of these; they have, and one
@@ -168,7 +170,7 @@ class Table(BaseModel):
 
 LEARNING = ("algorithm", "teacher", "distill_coef", "hint")
 # Keys beside those of verifiers.v1's own.
-_BESIDE_V1 = ("python", "name", "weight", "sampling", "only", "eval_examples", *LEARNING)
+_BESIDE_V1 = ("python", "command", "name", "weight", "sampling", "only", "eval_examples", *LEARNING)
 
 
 class EnvTable(Table):
@@ -176,6 +178,7 @@ class EnvTable(Table):
 
     Attributes:
         python: interpreter of its rollout workers; "": the one of the trainer.
+        command: of a program that plays it, see the leaf `envs.agents`.
         algorithm, teacher, distill_coef, hint: how it learns, which the leaf `distill` reads.
     """
 
@@ -188,6 +191,7 @@ class EnvTable(Table):
     only: Literal["train", "eval"] | None = None
     eval_examples: PositiveInt | None = None
     python: str = ""
+    command: list[str] | None = None
     algorithm: Any = None
     teacher: Any = None
     distill_coef: Any = None
@@ -211,6 +215,8 @@ class EnvTable(Table):
             self.id = own
         if not self.id:
             raise ValueError("id is missing; set it to a string")
+        if self.command is not None and self.python:
+            raise wrong("the command may have its own Python; leave python out", "command")
         return self
 
     @property
@@ -233,6 +239,10 @@ class EnvTable(Table):
         from verifiers_rl.envs.v1_loading import load_v1_environment
 
         table = {"id": self.id, "args": self.args} if self.v1 is None else self.v1
+        if self.command is not None:
+            from verifiers_rl.envs.agents import load_agent_environment
+
+            return load_agent_environment({**table, "command": self.command}, *folders)
         return table if self.python else load_v1_environment(table, *folders)
 
 

@@ -81,11 +81,12 @@ class ExampleTaskset(vf.Taskset[ExampleTask, vf.TasksetConfig]):
         name: str,
     ) -> None:
         super().__init__(vf.TasksetConfig())
-        rows, what = _examples_of(dataset, name), f"env_from: {name}"
+        rows, what = examples_of(dataset, name), f"env_from: {name}"
+        known, whose = [REPLY, *columns_of(rows)], f"{what}: the reward function"
         # A worker that gets the taskset imports the functions' scripts.
         self.rewards = [
-            (reward, weight, reward_fn, _parameters_from(reward_fn, reward, rows, what))
-            for reward, weight, reward_fn in rewards
+            (reward, weight, fn, parameters_from(fn, known, f"{whose} {reward!r}"))
+            for reward, weight, fn in rewards
         ]
         wanted = {name for *_, parameters in self.rewards for name in parameters}
         self.tasks: list[ExampleTask] = []
@@ -236,7 +237,12 @@ def env_from(
     return taskset
 
 
-def _examples_of(dataset: Any, name: str) -> list[Mapping[str, Any]]:
+def examples_of(dataset: Any, name: str) -> list[Mapping[str, Any]]:
+    """Return the rows of a dataset of this name.
+
+    Raises:
+        InvalidEnvironmentError: it has none, or one that is no example.
+    """
     is_listed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")  # in an order
     if isinstance(dataset, str | Mapping) or not is_listed:
         raise InvalidEnvironmentError(
@@ -275,13 +281,25 @@ def _examples_of(dataset: Any, name: str) -> list[Mapping[str, Any]]:
     return rows
 
 
-def _parameters_from(
-    reward_fn: RewardFn, reward: str, rows: list[Mapping[str, Any]], what: str
+def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the columns that each row has."""
+    return [name for name in rows[0] if all(name in row for row in rows)]
+
+
+def parameters_from(
+    function: Callable[..., Any], known: Sequence[str], what: str
 ) -> tuple[str, ...]:
-    """Return the names of the arguments that the reward function is called with."""
-    known = [REPLY, *(name for name in rows[0] if all(name in row for row in rows))]
+    """Return the names of the arguments that a function is called with.
+
+    Args:
+        known: the names that there are.
+        what: names the function in errors.
+
+    Raises:
+        InvalidEnvironmentError: it needs another one.
+    """
     wanted = []
-    for name, parameter in inspect.signature(reward_fn).parameters.items():
+    for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             return tuple(known)
         if name in known and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY:
@@ -290,7 +308,7 @@ def _parameters_from(
             parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL
         ):
             raise InvalidEnvironmentError(
-                f"{what}: the reward function {reward!r} has a parameter {name!r}, "
+                f"{what} has a parameter {name!r}, "
                 f"which is no column that can be passed by its name. {did_you_mean(name, known)} "
                 f"It may name {', '.join(map(repr, known))}"
             )

@@ -130,7 +130,7 @@ def _runner(one: WeightedEnv, options: RunnerOptions) -> Any:
 
     if isinstance(env, str):
         env = load_v1_environment({"id": env})
-    if isinstance(env, ExampleTaskset):
+    if type(env) is ExampleTaskset:  # others have an agent
         return DatasetEnvironment(env, options)
     if V1Environment.can_run(env):
         return V1Environment(env, options)

@@ -149,6 +149,7 @@ class TokenClient(vf.Client):
             prompt_ids = _prompt_ids(episode._runner, body["messages"], turn, template)
         except ValueError as error:  # the prompt has an image
             raise ProviderError(str(error), status_code=400) from error
+        body.pop("seed", None)  # a program's own would make the rollouts of a group alike
         request = body | options
         # If a program asks for a stream, verifiers makes one from the whole reply. The only
         # limit is max_tokens below.

@@ -63,7 +63,7 @@ def load_v1_environment(given: Mapping[str, Any], *folders: Path) -> vf.Env:
     add_folders(*folders)
     table = copy.deepcopy(dict(given))
     if "taskset" not in table:
-        table = {"taskset": {"id": table["id"], **table.get("args", {})}}
+        table["taskset"] = {"id": table.pop("id"), **table.pop("args", {})}
     of_evaluation = table.pop("eval_taskset", None)
     try:
         if "taskset" not in given:

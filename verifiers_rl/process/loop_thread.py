@@ -42,7 +42,18 @@ async def _contained(coroutine: Coroutine[Any, Any, Any]) -> Any:
     except Exception:
         raise
     except BaseException as error:
+        if isinstance(error, asyncio.CancelledError) and asyncio._get_running_loop():
+            current: Any = asyncio.current_task()
+            current.add_done_callback(_retrieve)
         _raise_contained(error)
+
+
+def _retrieve(task: asyncio.Task[Any]) -> None:
+    """Let asyncio not warn of an error that nobody awaits, as it does not of a cancelled task.
+    aiohttp's server ends the task of each closed connection by a CancelledError.
+    """
+    if not task.cancelled():
+        task.exception()
 
 
 def _raise_contained(error: BaseException) -> Never:

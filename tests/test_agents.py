@@ -1,0 +1,194 @@
+"""Agents that exist already, programs and functions, against a stand-in for vf-vllm. All sampled
+tokens are to be trained: `play` looks at it.
+"""
+
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import openai
+import pytest
+import verifiers.v1 as vf
+
+from tests.conftest import is_running, wait_until
+from tests.test_env_workers import roll_out
+from tests.test_environments_v1 import SECRETS, add_to_task, on_the_path, play  # noqa: F401
+from tests.test_environments_v1 import tokenizer as tokenizer
+from verifiers_rl import env_from_agent
+from verifiers_rl.envs.agents import load_agent_environment
+from verifiers_rl.envs.base import InvalidEnvironmentError
+
+# It asks without openai, whose import takes a second.
+ASK = """
+import json, os, subprocess, sys, time, urllib.request
+
+def ask(text, model="another", **options):
+    options['model'] = model
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps({"messages": [{"role": "user", "content": text}]} | options).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+    )
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+"""
+SLEEP = "subprocess.Popen(['sleep', '600']).pid"
+
+
+def program(folder, text, *words):
+    """An environment whose tasks a program of this text plays."""
+    (folder / "agent.py").write_text(ASK + text)
+    table = {"id": "small_tasks", "args": {"prompt": "a b; $HOME"}}
+    table["command"] = [sys.executable, "agent.py", *words]
+    return load_agent_environment(table, folder)
+
+
+@pytest.fixture
+def run(play, tmp_path, add_to_task):  # noqa: F811
+    """Plays a rollout by a program. What it printed, the file that it left, and the requests."""
+
+    def run(text, *words, say="yes", **options):
+        @add_to_task
+        @vf.metric
+        async def seen(self, trace: vf.Trace, runtime: vf.Runtime) -> float:
+            found.append(trace.last_reply)
+            found.append((await runtime.read("left")).decode())
+            return 1.0
+
+        found = []
+        text = f"open('left', 'w').write('a file')\n{text}"
+        (rollout,), requests = play(say, program(tmp_path, text, *words), **options)
+        return *(found or [rollout.error]), requests
+
+    return run
+
+
+def test_a_program_gets_its_row_as_words_and_rewards_see_what_it_prints_and_leaves(run):
+    text = "print(ask(sys.argv[1]), ask('again'), sys.argv[1:])"
+    say = lambda prompt: "yes" if "again" in prompt else "no"  # noqa: E731
+    printed, left, requests = run(text, "<{prompt}>", "{idx}${idx}", "{", say=say)
+    assert printed == "no yes ['<a b; $HOME>', '0${idx}', '{']" and left == "a file"
+    assert len(requests) == 2
+
+
+def test_a_program_has_nothing_of_ours_in_its_environment(run, monkeypatch):
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    printed, _, _ = run("ask('?'); print(json.dumps({**os.environ, 'cwd': os.getcwd()}))")
+    found = json.loads(printed)
+    assert found["HOME"] == found["cwd"] and not Path(found["cwd"]).exists()
+    known = {"PATH", "HOME", "OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL", "cwd"}
+    assert {*found} - {"LC_CTYPE"} == known  # which Python itself sets
+
+
+def test_the_end_of_what_a_program_prints_is_kept(run):
+    assert run("ask('?'); print('x' * 99_999 + 'y')")[0] == "x" * 65_534 + "y"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "ask('?'); sys.exit('no' * 2000 + ' luck')",
+            "agent.py '{prompt}' ended with status 1: ",
+        ),
+        ("print('I am wise')", "the agent asked for no reply: it must send its chat completions"),
+        ("ask('?', n=2)", "HTTP Error 400"),
+    ],
+)
+def test_a_program_that_fails_costs_its_rollout(run, text, said):
+    error, _ = run(text, "{prompt}", fails=True, trains_all=False)
+    assert said in str(error) and len(str(error)) < 2300
+
+
+def test_a_program_and_what_it_has_started_end_with_the_rollout(run, tmp_path):
+    pids = tmp_path / "pids"
+    tell = f"print({SLEEP}, os.getpid(), file=open({str(pids)!r}, 'a'))\n"
+    run(f"ask('?')\n{tell}")  # `sleep` has its stdout, which does not end
+    error, _ = run(f"{tell}time.sleep(600)", fails=True, generation_timeout=3.0)
+    assert "longer than generation_timeout" in str(error)
+    wait_until(lambda: not any(map(is_running, map(int, pids.read_text().split()))), 10)
+
+
+def test_what_a_program_asks_for_does_not_change_how_it_is_sampled(run):
+    own = "temperature=0.1, top_p=0.2, top_k=3, seed=4, max_tokens=2, max_completion_tokens=99"
+    *_, ((body, _),) = run(f"ask('?', {own})", temperature=0.7, max_tokens=50)
+    given = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "max_tokens": 50, "model": "m"}
+    assert body | given == body and not {"seed", "max_completion_tokens"} & {*body}
+
+
+ROWS = [{"prompt": "start", "answer": "no", "unused": object()}]
+
+
+def client_of(values):
+    return openai.OpenAI(base_url=values["base_url"], api_key=values["api_key"]).chat.completions
+
+
+def in_any_order(**values):
+    """Streams, parallel calls, and calls that go on from one reply twice."""
+    chat, asked = client_of(values), [{"role": "user", "content": values["prompt"]}]
+
+    def ask(messages):
+        chunks = [*chat.create(model="m", messages=messages, stream=True)]
+        said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        return [*messages, {"role": "assistant", "content": said}]
+
+    with ThreadPoolExecutor() as pool:
+        first, _ = pool.map(ask, [asked, asked])
+        ends = pool.map(ask, [[*first, {"role": "user", "content": more}] for more in "abc"])
+        return "".join(end[-1]["content"] for end in ends)
+
+
+def len_of(completion):
+    return len(completion)
+
+
+def test_a_function_asks_in_any_order_and_branches_become_samples(play, tokenizer):  # noqa: F811
+    (rollout,), requests = play("yes and no", env_from_agent(ROWS, len_of, in_any_order))
+    assert rollout.reward == len("yes and no") * 3
+    assert len(requests) == rollout.num_turns == 5
+    assert len(rollout.samples) == 4  # one of the two first replies goes on thrice
+
+
+async def call_a_tool(prompt, base_url, api_key):
+    messages = [{"role": "user", "content": prompt}]
+    tools = [{"type": "function", "function": {"name": "double"}}]
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        ask = partial(client.chat.completions.create, model="m", tools=tools, messages=messages)
+        message = (await ask()).choices[0].message
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "8"}
+        messages += [message, result]
+        return (await ask()).choices[0].message.content
+
+
+def test_tool_calls_of_an_async_function_are_one_sample(play):  # noqa: F811
+    call = {"name": "double", "arguments": '{"x":4}'}
+    say = lambda prompt: "done" if "<|tool|>8" in prompt else call  # noqa: E731
+    (rollout,), _ = play(say, env_from_agent(ROWS, len_of, call_a_tool))
+    assert rollout.reward == 4 and len(rollout.samples) == 1 and rollout.num_turns == 2
+
+
+def leave(answer, **values):
+    client_of(values).create(model="m", messages=[{"role": "user", "content": "?"}])
+    if answer == "exit":
+        exit()
+
+
+def test_agents_play_in_rollout_workers(tmp_path, tokenizer, on_the_path):  # noqa: F811
+    async def both(run, runner):
+        return [*await run(0), *await run(1)]
+
+    rows = [{"prompt": "start", "answer": answer} for answer in ("no", "exit")]
+    agents = (program(tmp_path, "print(ask('?'))"), env_from_agent(rows, len_of, leave))
+    for env in agents:
+        rollouts, _ = roll_out(env, tokenizer, tmp_path, both)
+        assert [rollout.reward for rollout in rollouts[:2]] == [3.0] * 2
+    assert "SystemExit" in str(rollouts[2].error)
+
+
+def test_columns_that_there_are_not_are_named_at_the_start(tmp_path):
+    with pytest.raises(InvalidEnvironmentError, match="'promt' is no column of the tasks: idx, "):
+        program(tmp_path, "", "{promt}")
+    with pytest.raises(InvalidEnvironmentError, match="'question', which is no column"):
+        env_from_agent(ROWS, len_of, lambda question: "")
