@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from verifiers_rl.envs.dataset import env_from
     from verifiers_rl.losses import LossInputs, LossOutputs, cispo
     from verifiers_rl.orchestrator import Orchestrator
+    from verifiers_rl.tiny import tiny_model
     from verifiers_rl.trainer import RLTrainer
 
 __version__ = "0.1.0"
@@ -28,6 +29,7 @@ __all__ = [
     "WeightedEnv",
     "cispo",
     "env_from",
+    "tiny_model",
 ]
 
 HOME = {
@@ -40,6 +42,7 @@ HOME = {
     "WeightedEnv": "envs.base",
     "cispo": "losses",
     "env_from": "envs.dataset",
+    "tiny_model": "tiny",
 }
 
 

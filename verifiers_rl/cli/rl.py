@@ -1,5 +1,5 @@
 """`vf-rl @ config.toml [-s SESSION]`: server and trainer together, from one configuration: a TOML,
-or several, under keys of the command line (cli/config.py).
+or several, under keys of the command line (cli/config.py). `vf-rl train.py` does it for a script.
 
 The servers get the first GPUs and the trainer the next ones, or both get the only one. The server's
 output goes into the folder `logs` of the run's folder, and the trainer's comes here. In a terminal
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -21,28 +22,35 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from verifiers_rl.cli.children import POLL_S, LocalChild
 from verifiers_rl.cli.config import (
     PARSER,
     RunConfig,
     TomlError,
+    TrainerTable,
     add_run_options,
+    load_run_config,
     parse_command_line,
     words_of,
 )
 from verifiers_rl.cli.ending import end_with
 from verifiers_rl.cli.errors import fail
+from verifiers_rl.cli.gpus import visible_gpus
 from verifiers_rl.cli.layers import load_leaf
 from verifiers_rl.cli.plan import (
     ServerPlan,
     check_start,
     check_trainer_options,
     is_on_several,
+    launcher_env,
     plan_run,
+    say,
     show_gpus,
     trainer_command,
 )
 from verifiers_rl.cli.resolved import dry_run, write_resolved
 from verifiers_rl.cli.supervise import LOGS, ThisMachine, supervise
+from verifiers_rl.inference.client import REQUEST_VARIABLE, TOKEN_VARIABLE
 from verifiers_rl.process.terminal import print_all_characters
 from verifiers_rl.report.run_folder import RunFolderError, read_metrics
 
@@ -53,6 +61,7 @@ NUM_STEPS = 2  # of a check; the second is sampled from weights that the first h
 USAGE = (
     "vf-rl @ config.toml [@ more.toml] [--KEY VALUE] [-s SESSION] [--no-tmux]\n"
     "                         [--resume | --overwrite]\n"
+    "       vf-rl train.py [WORDS OF THE SCRIPT]\n"
     "       vf-rl --check @ config.toml\n"
     "       vf-rl --dry-run @ config.toml\n"
     "       vf-rl --eject [DIR]\n"
@@ -84,6 +93,8 @@ def run() -> int:
     """
     if module := COMMANDS.get(name := " ".join(sys.argv[1:2])):
         return load_leaf(module, f"vf-rl {name}").main(sys.argv[2:])
+    if name.endswith(".py"):
+        return run_script(sys.argv[1:])
     parser = argparse.ArgumentParser(prog="vf-rl", usage=USAGE, description=__doc__, **PARSER)
     parser.add_argument("-s", "--session", default="vf-rl", help="name of the tmux session")
     parser.add_argument(
@@ -142,6 +153,52 @@ def run_anywhere(config: RunConfig, session: str | None = None) -> int:
         return run_in_tmux(config, session, folder, plans)
     write_resolved(config, args.output_dir)
     return supervise(config, plans, here)
+
+
+# --- A script -------------------------------------------------------------------------------------
+
+
+def run_script(words: list[str]) -> int:
+    """Run a script that makes an `RLTrainer`, and a server of its own. Returns the script's exit
+    status.
+
+        vf-rl                                the script, run by cli/train.py
+        starts the script ─────────────────►   prepares its data and makes an RLTrainer, whose
+        reads what server ◄── a TOML ───────   rank 0 asks for a server of its model (wiring.py),
+        starts the server                      waits for it, and trains
+        ends the server   ◄─────────────────   ends
+
+    From the TOML on, all is as in a run of a TOML. With several GPUs, the server gets the first
+    one, and the script has a rank on each of the others.
+
+    Args:
+        words: path of the script, and its own arguments.
+
+    Raises:
+        TomlError: there is no such script, or its server cannot be started.
+    """
+    path = Path(words[0])
+    if not path.is_file():
+        raise TomlError(f"{path}: there is no such script")
+    token, gpus = secrets.token_urlsafe(32), visible_gpus()
+    gpus = gpus[1:] or gpus
+    ranks = RunConfig.model_construct(trainer=TrainerTable(gpus=len(gpus)))
+    with tempfile.TemporaryDirectory(prefix="vf-rl-") as folder:
+        request = Path(folder, f"{path.stem}.toml")
+        env = {REQUEST_VARIABLE: str(request), TOKEN_VARIABLE: token, **launcher_env()}
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        script = LocalChild(path.name, trainer_command(ranks, words), env)
+        try:
+            while not request.exists():
+                if script.wait(POLL_S):
+                    say(f"{path} {script.end} and made no RLTrainer that needs a server")
+                    return script.poll() or 0
+            config = load_run_config(request)
+            plans, output_dir = plan_run(config), Path(config.option("output_dir")).absolute()
+            here = ThisMachine(config, plans, output_dir / LOGS, lambda: script, token)
+            return supervise(config, plans, here)
+        finally:
+            script.stop()
 
 
 # --- A check --------------------------------------------------------------------------------------

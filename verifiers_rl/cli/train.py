@@ -1,12 +1,14 @@
 """`vf-train @ config.toml`: the trainer alone, against a `vf-vllm` server that runs already.
 
-It takes several files and keys of the command line, as `vf-rl` does.
+It takes several files and keys of the command line, as `vf-rl` does. `vf-rl train.py` starts a rank
+of a script by this program too, which then is that script.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import runpy
 import signal
 import sys
 import traceback
@@ -46,7 +48,12 @@ def main(name: str = "vf-train", kind: type[TrainConfig] = RunConfig) -> None:
     interrupt_by_signals()
     print_all_characters()
     try:
-        train(name, kind)
+        if kind is RunConfig and " ".join(sys.argv[1:2]).endswith(".py"):
+            del sys.argv[0]
+            sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        else:
+            train(name, kind)
     except Interrupted:  # train() has said what is saved
         end_by_signals()  # a launcher ends this process when another rank has ended
         raise
