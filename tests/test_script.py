@@ -188,8 +188,8 @@ def test_the_server_ends_with_a_script_that_fails(start, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs pidfds")
-def test_script_and_server_end_with_a_killed_vf_rl(start, tmp_path):
-    process = start(ASKS + SAVING_TRAINER)
+def test_a_script_ends_with_a_killed_vf_rl(start, tmp_path):
+    process = start(SAVING_TRAINER)
     read_until(process, "training")
     process.kill()
     process.communicate(timeout=60)
