@@ -18,21 +18,20 @@ from tests.test_ending import NOISY_SERVER, SAVING_TRAINER, read_until
 from verifiers_rl import RLConfig
 from verifiers_rl.cli import plan, rl
 from verifiers_rl.cli.config import load_run_config
-from verifiers_rl.inference.client import REQUEST_VARIABLE
+from verifiers_rl.cli.train import OF_SERVER, ask_for_server
 from verifiers_rl.report.run_folder import read_metrics
-from verifiers_rl.wiring import OF_SERVER, ask_for_server
 
 # --- What a script asks for -----------------------------------------------------------------------
 
 
 @pytest.fixture
-def asked(tmp_path, monkeypatch):
+def asked(tmp_path):
     """The configuration of what a trainer with this adapter and these options asks for."""
-    monkeypatch.setenv(REQUEST_VARIABLE, str(tmp_path / "script.toml"))
 
     def asked(adapter=None, **options):
         args = RLConfig(output_dir=str(tmp_path / "run"), **options)
-        ask_for_server(SimpleNamespace(name_or_path="org/model"), adapter, args)
+        policy = SimpleNamespace(name_or_path="org/model")
+        ask_for_server(tmp_path / "script.toml", policy, adapter, args)
         return load_run_config(tmp_path / "script.toml", checks_model=False)
 
     return asked
@@ -135,10 +134,10 @@ ASKS = """
 import os, time
 from types import SimpleNamespace
 from verifiers_rl.config import RLConfig
-from verifiers_rl.wiring import ask_for_server
+from verifiers_rl.process import parent
 
 args = RLConfig(run_name="run", use_cpu=True, vllm_server_port={port})
-ask_for_server(SimpleNamespace(name_or_path="{model}"), None, args)
+parent.ask_for_server(SimpleNamespace(name_or_path="{model}"), None, args)
 log = "outputs/run/logs/inference.log"
 while not os.path.exists(log) or "is up" not in open(log).read():
     time.sleep(0.05)

@@ -30,6 +30,6 @@ def tiny_model(folder: str) -> str:
     """
     target = os.path.abspath(folder)
     if not os.path.exists(target):
-        task = EXAMPLES / "reverse_text" / "reverse_text.py"
+        task = EXAMPLES / "reverse_text/reverse_text.py"
         subprocess.run([sys.executable, EXAMPLES / "warm_start.py", task, target], check=True)
     return target

@@ -21,7 +21,7 @@ from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.data import ExampleOrder
 from verifiers_rl.envs.make import make_runner
 from verifiers_rl.inference.checkpoint import model_error
-from verifiers_rl.inference.client import REQUEST_VARIABLE, InferenceClient, InferenceServerError
+from verifiers_rl.inference.client import InferenceClient, InferenceServerError
 from verifiers_rl.losses import LossFn
 from verifiers_rl.option_rules import did_you_mean
 from verifiers_rl.process import parent
@@ -42,21 +42,6 @@ _WITHOUT_EFFECT = {
     "compute_loss_func": "pass loss_fn",
     "model_init": "pass model",
 }
-
-# Options that decide how a server is started; see cli/plan.py.
-OF_SERVER = (
-    "vllm_server_host",
-    "vllm_server_port",
-    "vllm_servers",
-    "vllm_server_timeout",
-    "output_dir",
-    "max_seq_len",
-    "max_off_policy_steps",
-    "lora_sync",
-    "lora_modules_to_save",
-    "deterministic",
-    "router_replay",
-)
 
 
 class Replaced(NamedTuple):
@@ -202,7 +187,8 @@ def make_source_and_sink(
     if adapter is not None:
         # What "auto" will be is not known yet; less can be sent as an adapter than merged.
         check_adapter(adapter, args.lora_sync if args.lora_sync != "auto" else "merged")
-    ask_for_server(policy, adapter, args)
+    if parent.ask_for_server:
+        parent.ask_for_server(policy, adapter, args)
     status = pool.wait_until_ready()
     if adapter is not None:
         check_adapter(adapter, pool.lora_sync)
@@ -222,34 +208,6 @@ def make_source_and_sink(
         example_order=replaced.example_order,
     )
     return orchestrator, weight_sync
-
-
-def ask_for_server(policy: Any, adapter: Any, args: Any) -> None:
-    """If `vf-rl train.py` has started this script, ask it for a server of this policy, by a TOML
-    (cli/rl.py).
-
-    Args:
-        adapter: its PEFT config, if the server is sent one.
-    """
-    if (path := os.environ.get(REQUEST_VARIABLE)) is None:
-        return
-    import tomli_w
-
-    rank = getattr(adapter, "r", 0)
-    options = {name: value for name in OF_SERVER if (value := getattr(args, name))}
-    flags = {
-        "dtype": "auto" if args.bf16 else "float32",  # in which the trainer computes
-        "enforce_eager": args.device.type == "cpu",  # where compiling takes longer than it saves
-    }
-    request = {
-        "model": policy.name_or_path,
-        "env": {"id": "script"},
-        "inference": {"args": flags},
-        "trainer": {"args": {**options, "use_lora": rank > 0, "lora_rank": rank}},
-    }
-    unfinished = Path(f"{path}.new")
-    unfinished.write_text(tomli_w.dumps(request), "utf-8")
-    unfinished.replace(path)
 
 
 def make_pool(policy: Any, tokenizer: Any, args: Any) -> ServerPool:

@@ -4,7 +4,7 @@
         examples/reverse_text/outputs/warm_start
     vf-rl examples/reverse_text/train.py
 
-`vf-rl` also starts a server. Against one that runs already: `python examples/reverse_text/train.py`.
+`vf-rl` also starts a server; `python` in its place waits for one that you start.
 """
 
 from pathlib import Path

@@ -38,6 +38,7 @@ from verifiers_rl.cli.errors import fail
 from verifiers_rl.cli.gpus import visible_gpus
 from verifiers_rl.cli.layers import load_leaf
 from verifiers_rl.cli.plan import (
+    REQUEST_VARIABLE,
     ServerPlan,
     check_start,
     check_trainer_options,
@@ -50,7 +51,7 @@ from verifiers_rl.cli.plan import (
 )
 from verifiers_rl.cli.resolved import dry_run, write_resolved
 from verifiers_rl.cli.supervise import LOGS, ThisMachine, supervise
-from verifiers_rl.inference.client import REQUEST_VARIABLE, TOKEN_VARIABLE
+from verifiers_rl.inference.client import TOKEN_VARIABLE
 from verifiers_rl.process.terminal import print_all_characters
 from verifiers_rl.report.run_folder import RunFolderError, read_metrics
 
@@ -164,7 +165,7 @@ def run_script(words: list[str]) -> int:
 
         vf-rl                                the script, run by cli/train.py
         starts the script ─────────────────►   prepares its data and makes an RLTrainer, whose
-        reads what server ◄── a TOML ───────   rank 0 asks for a server of its model (wiring.py),
+        reads what server ◄── a TOML ───────   rank 0 asks for a server of its model,
         starts the server                      waits for it, and trains
         ends the server   ◄─────────────────   ends
 
@@ -185,8 +186,12 @@ def run_script(words: list[str]) -> int:
     ranks = RunConfig.model_construct(trainer=TrainerTable(gpus=len(gpus)))
     with tempfile.TemporaryDirectory(prefix="vf-rl-") as folder:
         request = Path(folder, f"{path.stem}.toml")
-        env = {REQUEST_VARIABLE: str(request), TOKEN_VARIABLE: token, **launcher_env()}
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        env = {
+            REQUEST_VARIABLE: str(request),
+            TOKEN_VARIABLE: token,
+            "CUDA_VISIBLE_DEVICES": ",".join(gpus),
+            **launcher_env(),
+        }
         script = LocalChild(path.name, trainer_command(ranks, words), env)
         try:
             while not request.exists():
@@ -194,8 +199,8 @@ def run_script(words: list[str]) -> int:
                     say(f"{path} {script.end} and made no RLTrainer that needs a server")
                     return script.poll() or 0
             config = load_run_config(request)
-            plans, output_dir = plan_run(config), Path(config.option("output_dir")).absolute()
-            here = ThisMachine(config, plans, output_dir / LOGS, lambda: script, token)
+            plans, logs = plan_run(config), Path(config.option("output_dir"), LOGS)
+            here = ThisMachine(config, plans, logs, lambda: script, token)
             return supervise(config, plans, here)
         finally:
             script.stop()

@@ -18,8 +18,6 @@ from typing import Any
 import httpx
 
 TOKEN_VARIABLE = "VERIFIERS_RL_TOKEN"
-# Names the file in which a script asks the `vf-rl` that has started it for a server.
-REQUEST_VARIABLE = "VERIFIERS_RL_REQUEST"
 
 
 class InferenceServerError(RuntimeError):
