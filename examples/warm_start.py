@@ -102,6 +102,7 @@ def supervised_batch(
         return_tensors="pt",
         return_assistant_tokens_mask=True,
     )
+    tokenizer.backend_tokenizer.no_padding()  # else it is saved as one that pads
     is_said = batch.pop("assistant_masks") == 1
     return {**batch, "labels": batch["input_ids"].where(is_said, -100)}
 
