@@ -227,3 +227,12 @@ def test_a_tiny_model_that_is_there_is_left_as_it_is(tmp_path, monkeypatch):
     (tmp_path / "tiny").mkdir()
     assert verifiers_rl.tiny_model("tiny") == str(tmp_path / "tiny")
     assert [*(tmp_path / "tiny").iterdir()] == []
+
+
+def test_a_new_tiny_model_is_that_of_the_demo(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr("verifiers_rl.tiny.subprocess.run", lambda *call, **_: calls.extend(call))
+    folder = verifiers_rl.tiny_model(str(tmp_path / "new"))
+    ((python, program, task, target),) = calls
+    assert (python, target) == (sys.executable, folder) and program.is_file()
+    assert "def demonstrations(" in task.read_text()
