@@ -65,7 +65,7 @@ def play(name: str, folder: Path) -> tuple[bool, str]:
     command = [sys.executable, "-m", "verifiers_rl.cli.rl", "@", str(run / "rl.toml")]
     with (run / "log.txt").open("wb") as log:
         done = subprocess.run(
-            [*command, "--overwrite", "--no-tmux"],
+            [*command, "--overwrite"],
             stdout=log,
             stderr=subprocess.STDOUT,
             timeout=900,

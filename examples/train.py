@@ -1,10 +1,10 @@
 """The run of a TOML as a script. `vf-train @ rl.toml` does the same; here you can pass what a TOML
 cannot name: callbacks, an optimizer, an environment that you made, parts of your own.
 
-    python examples/train.py examples/alphabet_sort/rl.toml
+    vf-rl examples/train.py examples/alphabet_sort/rl.toml
 
-Start a server first: `vf-vllm --model MODEL` with the flags that are under [inference.args]. With
-several GPUs: `accelerate launch examples/train.py ...`.
+`vf-rl` also starts a server, on the device of the machine. [inference.args] has no effect on it;
+with such flags start `vf-vllm --model MODEL`, and this script with `python`.
 """
 
 import argparse

@@ -9,7 +9,7 @@ model imitates the mistakes too. RL has to correct them, from rewards alone.
 The environment's module defines the demonstrations:
 
     def demonstrations(num: int, seed: int, noise: float) -> list[dict]:
-        # num conversations: {"messages": [...], "tools": [...] where it uses tools};
+        # num conversations: {"messages": [...]};
         # noise: the share of mistakes in what the assistant says
     EXTRA_TOKENS = [...]    # optional: strings that are one token each, beside SPECIAL_TOKENS
 """
@@ -18,6 +18,7 @@ import argparse
 import importlib.util
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import ModuleType
@@ -94,32 +95,16 @@ def supervised_batch(
     """Tokenise conversations. Labels are -100 on padding and on what the assistant did not say. All
     tensors are (B, T).
     """
-    rows = []
-    for conversation in conversations:
-        row = tokenizer.apply_chat_template(
-            conversation["messages"],
-            tools=conversation.get("tools"),
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-        )
-        rows.append((row["input_ids"], row["assistant_masks"]))
-    width = max(len(ids) for ids, _ in rows)
-    pad = tokenizer.pad_token_id
-    padding = [[0] * (width - len(ids)) for ids, _ in rows]
-    return {
-        "input_ids": torch.tensor(
-            [ids + [pad] * len(p) for (ids, _), p in zip(rows, padding, strict=True)]
-        ),
-        "labels": torch.tensor(
-            [
-                [i if said else -100 for i, said in zip(ids, mask, strict=True)] + [-100] * len(p)
-                for (ids, mask), p in zip(rows, padding, strict=True)
-            ]
-        ),
-        "attention_mask": torch.tensor(
-            [[1] * len(ids) + p for (ids, _), p in zip(rows, padding, strict=True)]
-        ),
-    }
+    batch: Any = tokenizer.apply_chat_template(
+        [conversation["messages"] for conversation in conversations],
+        padding=True,
+        return_dict=True,
+        return_tensors="pt",
+        return_assistant_tokens_mask=True,
+    )
+    tokenizer.backend_tokenizer.no_padding()  # else it is saved as one that pads
+    is_said = batch.pop("assistant_masks") == 1
+    return {**batch, "labels": batch["input_ids"].where(is_said, -100)}
 
 
 def load_module(path: Path) -> ModuleType:
@@ -173,8 +158,14 @@ def main() -> None:
                 f"{time.monotonic() - start:.0f} s",
                 flush=True,
             )
-    model.save_pretrained(args.output)
-    tokenizer.save_pretrained(args.output)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".warm-start-", dir=args.output.parent) as unfinished:
+        # A new folder is complete or absent, also where this process is killed.
+        folder = args.output if args.output.exists() else Path(unfinished, "model")
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        if folder != args.output and not args.output.exists():  # another process may be first
+            folder.rename(args.output)
     print(f"warm start: {model.num_parameters():,} parameters written to {args.output}")
 
 

@@ -224,6 +224,7 @@ def in_docs_folder(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ENVIRONMENTS))
     monkeypatch.syspath_prepend(str(EXAMPLE))
     monkeypatch.setattr(verifiers_rl, "RLTrainer", TrainerOfDocs, raising=False)
+    monkeypatch.setattr(verifiers_rl, "tiny_model", str, raising=False)
     monkeypatch.setattr(verifiers_rl.sft, "SFTTrainer", SFTTrainerOfDocs, raising=False)
     prompt = tmp_path / "outputs" / "prompt" / "best_system_prompt.txt"
     prompt.parent.mkdir(parents=True)

@@ -5,7 +5,6 @@ after exactly the tokens that it was sampled after.
 import asyncio
 import json
 import os
-import re
 import subprocess
 import sys
 import urllib.error
@@ -20,7 +19,7 @@ from aiohttp import web
 from transformers import set_seed
 
 from tests.conftest import running_server
-from tests.helpers import ROOT, load_example, make_request, run_python
+from tests.helpers import ROOT, load_example, make_request
 from tests.serving import chat_reply, serving
 from tests.test_agents import in_any_order, len_of
 from verifiers_rl import RLConfig, RLTrainer, WeightedEnv, env_from_agent
@@ -32,7 +31,6 @@ from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient
 from verifiers_rl.inference.packed_tokens import pack_ids, unpack_ids, unpack_sampled
 from verifiers_rl.inference.rollout_client import ServerClient
 from verifiers_rl.inference.session import RolloutSession
-from verifiers_rl.report.run_folder import read_metrics
 
 pytestmark = pytest.mark.e2e
 
@@ -411,31 +409,6 @@ def test_environments_as_their_authors_publish_them_train_from_a_toml(
         assert row["proposer_like/proposer/reward"] == -row["proposer_like/solver/reward"]
     assert max(row["glossary_like/num_turns"] for row in rows) > 1  # the tool was called
     assert max(row["scratchpad_like/called"] for row in rows) > 0
-
-
-def test_the_first_example_of_the_readme_runs_as_it_stands(server, model_folder, tmp_path):
-    """Word for word. It finds the tiny model where it looks for its own, and RLConfig sends it to
-    the tests' server for two small steps.
-    """
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[:1]
-    assert "env_from(" in block and len(block.splitlines()) <= 20
-    (name,) = re.findall(r'model="([\w.-]+/[\w.-]+)"', block)
-    (tmp_path / name).parent.mkdir()
-    (tmp_path / name).symlink_to(model_folder)
-    (tmp_path / "train.py").write_text(block)
-    small = {"vllm_server_port": server.port, "max_steps": 2, "batch_size": 16}
-    small |= {"rollouts_per_example": 4, "max_seq_len": 200, "max_tokens": 16, "use_cpu": True}
-    run = (
-        "import runpy, verifiers_rl\n"
-        "init = verifiers_rl.RLConfig.__init__\n"
-        f"verifiers_rl.RLConfig.__init__ = lambda self, **own: init(self, **own | {small!r})\n"
-        "runpy.run_path('train.py', run_name='__main__')\n"
-    )
-    run_python("-c", run, folder=tmp_path)
-    (metrics,) = tmp_path.glob("outputs/*/metrics.jsonl")
-    rows = read_metrics(metrics)
-    steps = [row for row in rows if "loss" in row]
-    assert [row["error_share"] for row in steps] == [0, 0]
 
 
 def test_gepa_optimises_a_prompt_against_the_server(server, v1_path, tmp_path):

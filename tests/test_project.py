@@ -58,7 +58,7 @@ def test_all_public_names_exist():
 
 PURE = ("advantages", "data", "logprobs", "losses", "packing", "types")
 ROOMS = ("envs", "inference", "report", "sync")
-LEAVES = ("cluster", "distill", "replay", "sft", "view")
+LEAVES = ("cluster", "distill", "replay", "sft", "tiny", "view")
 
 
 def modules() -> dict[str, Path]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from verifiers_rl.envs.dataset import env_from
     from verifiers_rl.losses import LossInputs, LossOutputs, cispo
     from verifiers_rl.orchestrator import Orchestrator
+    from verifiers_rl.tiny import tiny_model
     from verifiers_rl.trainer import RLTrainer
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ __all__ = [
     "cispo",
     "env_from",
     "env_from_agent",
+    "tiny_model",
 ]
 
 HOME = {
@@ -43,6 +45,7 @@ HOME = {
     "cispo": "losses",
     "env_from": "envs.dataset",
     "env_from_agent": "envs.agents",
+    "tiny_model": "tiny",
 }
 
 

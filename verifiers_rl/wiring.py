@@ -187,10 +187,12 @@ def make_source_and_sink(
     if adapter is not None:
         # What "auto" will be is not known yet; less can be sent as an adapter than merged.
         check_adapter(adapter, args.lora_sync if args.lora_sync != "auto" else "merged")
+    if parent.ask_for_server:
+        parent.ask_for_server(policy, adapter, args)
     status = pool.wait_until_ready()
     if adapter is not None:
         check_adapter(adapter, pool.lora_sync)
-    if args.use_cpu and status["device"] == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+    if args.device.type == status["device"] == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         # The server on this machine has pinned its threads to the first half of the cores.
         num_cores = os.cpu_count() or 1
         torch.set_num_threads(max(num_cores - max(num_cores // 2, 1), 1))

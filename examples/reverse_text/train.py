@@ -1,12 +1,10 @@
-"""The task of rl.toml, as a script that imports RLTrainer. Make the model and start a server first:
+"""The task of rl.toml, as a script that imports RLTrainer. Make the model first:
 
     python examples/warm_start.py examples/reverse_text/reverse_text.py \\
         examples/reverse_text/outputs/warm_start
-    vf-vllm --model examples/reverse_text/outputs/warm_start --dtype float32 --enforce-eager \\
-        --max-model-len 64 --enable-lora --max-lora-rank 16
-    python examples/reverse_text/train.py
+    vf-rl examples/reverse_text/train.py
 
-With several GPUs: `accelerate launch examples/reverse_text/train.py`.
+`vf-rl` also starts a server; `python` in its place waits for one that you start.
 """
 
 from pathlib import Path

@@ -27,6 +27,8 @@ from verifiers_rl.report.trackers import tracker_error
 Address = tuple[str, int]  # host and port
 # JSON: where the servers are that vf-rl has started, by the names of their plans.
 SERVERS_VARIABLE = "VERIFIERS_RL_SERVERS"
+# Names the file in which a script asks the vf-rl that has started it for a server.
+REQUEST_VARIABLE = "VERIFIERS_RL_REQUEST"
 # Of torch's launchers; vf-rl takes them for itself where several machines run it.
 MACHINE_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 MAX_RESTARTS = 5  # in a row, without being ready in between

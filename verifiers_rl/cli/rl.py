@@ -1,5 +1,5 @@
 """`vf-rl @ config.toml`: server and trainer together, from one configuration: a TOML, or several,
-under keys of the command line (cli/config.py).
+under keys of the command line (cli/config.py). `vf-rl train.py` does it for a script.
 
 The servers get the first GPUs and the trainer the next ones, or both get the only one. The server's
 output goes into the folder `logs` of the run's folder, and the trainer's comes here, as does its
@@ -10,33 +10,42 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import shutil
 import signal
 import sys
 import tempfile
 from pathlib import Path
 
+from verifiers_rl.cli.children import POLL_S, LocalChild
 from verifiers_rl.cli.config import (
     PARSER,
     RunConfig,
     TomlError,
+    TrainerTable,
     add_run_options,
+    load_run_config,
     parse_command_line,
     words_of,
 )
 from verifiers_rl.cli.ending import end_with
 from verifiers_rl.cli.errors import fail
+from verifiers_rl.cli.gpus import visible_gpus
 from verifiers_rl.cli.layers import load_leaf
 from verifiers_rl.cli.plan import (
+    REQUEST_VARIABLE,
     check_start,
     check_trainer_options,
     is_on_several,
+    launcher_env,
     plan_run,
+    say,
     show_gpus,
     trainer_command,
 )
 from verifiers_rl.cli.resolved import dry_run, write_resolved
 from verifiers_rl.cli.supervise import LOGS, ThisMachine, supervise
+from verifiers_rl.inference.client import TOKEN_VARIABLE
 from verifiers_rl.process.terminal import print_all_characters
 from verifiers_rl.report.run_folder import RunFolderError, read_metrics
 
@@ -51,6 +60,7 @@ NUM_GROUPS = 2  # in a step of a check
 NUM_STEPS = 2  # of a check; the second is sampled from weights that the first has pushed
 USAGE = (
     "vf-rl @ config.toml [@ more.toml] [--KEY VALUE] [--resume | --overwrite]\n"
+    "       vf-rl train.py [WORDS OF THE SCRIPT]\n"
     "       vf-rl --check @ config.toml\n"
     "       vf-rl --dry-run @ config.toml\n"
     "       vf-rl --eject [DIR]\n"
@@ -83,6 +93,8 @@ def run() -> int:
     """
     if module := COMMANDS.get(name := " ".join(sys.argv[1:2])):
         return load_leaf(module, f"vf-rl {name}").main(sys.argv[2:])
+    if name.endswith(".py"):
+        return run_script(sys.argv[1:])
     parser = argparse.ArgumentParser(prog="vf-rl", usage=USAGE, description=__doc__, **PARSER)
     add_run_options(parser)
     parser.add_argument(
@@ -128,6 +140,56 @@ def run_anywhere(config: RunConfig) -> int:
     here = ThisMachine(config, plans, logs, lambda: trainer_command(config, words_of(config)))
     write_resolved(config, args.output_dir)
     return supervise(config, plans, here)
+
+
+# --- A script -------------------------------------------------------------------------------------
+
+
+def run_script(words: list[str]) -> int:
+    """Run a script that makes an `RLTrainer`, and a server of its own. Returns the script's exit
+    status.
+
+        vf-rl                                the script, run by cli/train.py
+        starts the script ─────────────────►   prepares its data and makes an RLTrainer, whose
+        reads what server ◄── a TOML ───────   rank 0 asks for a server of its model,
+        starts the server                      waits for it, and trains
+        ends the server   ◄─────────────────   ends
+
+    From the TOML on, all is as in a run of a TOML. With several GPUs, the server gets the first
+    one, and the script has a rank on each of the others.
+
+    Args:
+        words: path of the script, and its own arguments.
+
+    Raises:
+        TomlError: there is no such script, or its server cannot be started.
+    """
+    path = Path(words[0])
+    if not path.is_file():
+        raise TomlError(f"{path}: there is no such script")
+    token, gpus = secrets.token_urlsafe(32), visible_gpus()
+    gpus = gpus[1:] or gpus
+    ranks = RunConfig.model_construct(trainer=TrainerTable(gpus=len(gpus)))
+    with tempfile.TemporaryDirectory(prefix="vf-rl-") as folder:
+        request = Path(folder, f"{path.stem}.toml")
+        env = {
+            REQUEST_VARIABLE: str(request),
+            TOKEN_VARIABLE: token,
+            "CUDA_VISIBLE_DEVICES": ",".join(gpus),
+            **launcher_env(),
+        }
+        script = LocalChild(path.name, trainer_command(ranks, words), env)
+        try:
+            while not request.exists():
+                if script.wait(POLL_S):
+                    say(f"{path} {script.end} and made no RLTrainer that needs a server")
+                    return script.poll() or 0
+            config = load_run_config(request)
+            plans, logs = plan_run(config), Path(config.option("output_dir"), LOGS)
+            here = ThisMachine(config, plans, logs, lambda: script, token)
+            return supervise(config, plans, here)
+        finally:
+            script.stop()
 
 
 # --- A check --------------------------------------------------------------------------------------

@@ -172,7 +172,9 @@ class ThisMachine:
     Args:
         plans: of all servers.
         logs: a folder, in which NAME.log gets the output of the server of this name.
-        trainer: returns what follows `python` in the command of the trainer. Its output is ours.
+        trainer: returns what follows `python` in the command of the trainer, or the trainer, if it
+            runs already. Its output is ours.
+        token: of the run; by default a new one.
 
     Raises:
         TomlError: a port is taken, or see `assign_gpus`.
@@ -183,9 +185,10 @@ class ThisMachine:
         config: RunConfig,
         plans: Sequence[ServerPlan],
         logs: Path,
-        trainer: Callable[[], list[str]],
+        trainer: Callable[[], list[str] | Child],
+        token: str = "",
     ) -> None:
-        self._logs, self._trainer, self._plans = logs, trainer, plans
+        self._logs, self._trainer, self._plans, self._token = logs, trainer, plans, token
         self.gpus = assign_gpus(config, plans)
         with ExitStack() as reserved:
             for plan in plans:
@@ -198,14 +201,14 @@ class ThisMachine:
             self._reserved = reserved.pop_all()
 
     def open(self) -> None:
-        """Draw the token of the run, which all children inherit. Begin empty logs.
+        """Set the token of the run, which all children inherit. Begin empty logs.
 
         Raises:
             TomlError: a log cannot be written.
         """
         if not self._plans:
             return
-        os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(32)
+        os.environ[TOKEN_VARIABLE] = self._token or secrets.token_urlsafe(32)
         try:
             self._logs.mkdir(parents=True, exist_ok=True)
             for plan in self._plans:
@@ -227,8 +230,8 @@ class ThisMachine:
         return LocalChild(plan.name, plan.command(*address), env, self._log(plan), address=address)
 
     def start_trainers(self, env: dict[str, str]) -> Iterator[Child]:
-        env = {**env, "CUDA_VISIBLE_DEVICES": self.gpus["trainer"]}
-        yield LocalChild("trainer", self._trainer(), env)
+        env, trainer = {**env, "CUDA_VISIBLE_DEVICES": self.gpus["trainer"]}, self._trainer()
+        yield LocalChild("trainer", trainer, env) if isinstance(trainer, list) else trainer
 
     def close(self) -> None:
         self._reserved.close()

@@ -1,15 +1,20 @@
 """`vf-train @ config.toml`: the trainer alone, against a `vf-vllm` server that runs already.
 
-It takes several files and keys of the command line, as `vf-rl` does.
+It takes several files and keys of the command line, as `vf-rl` does. `vf-rl train.py` starts a rank
+of a script by this program too, which then is that script.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import runpy
 import signal
 import sys
 import traceback
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 from verifiers_rl.cli.config import (
     PARSER,
@@ -24,10 +29,26 @@ from verifiers_rl.cli.config import (
 )
 from verifiers_rl.cli.ending import end_by_signals, end_with, interrupt_by_signals
 from verifiers_rl.cli.errors import fail
+from verifiers_rl.cli.plan import REQUEST_VARIABLE
 from verifiers_rl.data import printable
+from verifiers_rl.process import parent
 from verifiers_rl.process.interrupts import Interrupted
 from verifiers_rl.process.terminal import print_all_characters
 
+# Options that decide how a server is started; see cli/plan.py.
+OF_SERVER = (
+    "vllm_server_host",
+    "vllm_server_port",
+    "vllm_servers",
+    "vllm_server_timeout",
+    "output_dir",
+    "max_seq_len",
+    "max_off_policy_steps",
+    "lora_sync",
+    "lora_modules_to_save",
+    "deterministic",
+    "router_replay",
+)
 USAGE = "[--dry-run] @ config.toml [@ more.toml] [--KEY VALUE] [--resume | --overwrite]"
 ABOUT = "A KEY is one of the TOML's, such as trainer.args.max_steps; it replaces the files' value."
 
@@ -40,13 +61,20 @@ def main(name: str = "vf-train", kind: type[TrainConfig] = RunConfig) -> None:
         kind: of its configuration.
     """
     # Not for what we start in turn.
-    if parent := os.environ.pop("VERIFIERS_RL_DIE_WITH_PARENT", None):
+    if starter := os.environ.pop("VERIFIERS_RL_DIE_WITH_PARENT", None):
         # Under accelerate its launcher is between us and vf-rl.
-        end_with({int(parent), os.getppid()})
+        end_with({int(starter), os.getppid()})
     interrupt_by_signals()
     print_all_characters()
     try:
-        train(name, kind)
+        # Nor this, by which what the script starts would be taken for the script.
+        if request := os.environ.pop(REQUEST_VARIABLE, None):
+            parent.ask_for_server = partial(ask_for_server, Path(request))
+            del sys.argv[0]
+            sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        else:
+            train(name, kind)
     except Interrupted:  # train() has said what is saved
         end_by_signals()  # a launcher ends this process when another rank has ended
         raise
@@ -54,6 +82,35 @@ def main(name: str = "vf-train", kind: type[TrainConfig] = RunConfig) -> None:
         if is_first_rank():
             print(f"{name}: interrupted before training", file=sys.stderr)
         sys.exit(128 + (interrupt.args or [signal.SIGINT])[0])
+
+
+def ask_for_server(path: Path, policy: Any, adapter: Any, args: Any) -> None:
+    """Ask the `vf-rl` that has started this script for a server, see `cli.rl.run_script`.
+
+    Args:
+        path: of the request, a TOML.
+        policy: the model that is trained.
+        adapter: its PEFT config, if the server is sent one.
+        args: the `RLConfig`.
+    """
+    import tomli_w
+
+    rank = getattr(adapter, "r", 0)
+    options = {name: value for name in OF_SERVER if (value := getattr(args, name))}
+    request = {
+        "model": policy.name_or_path,
+        "env": {"id": "script"},
+        "inference": {
+            "args": {
+                "dtype": "auto" if args.bf16 else "float32",  # in which the trainer computes
+                "enforce_eager": args.device.type == "cpu",  # where compiling takes too long
+            }
+        },
+        "trainer": {"args": {**options, "use_lora": rank > 0, "lora_rank": rank}},
+    }
+    unfinished = path.with_suffix(".new")
+    unfinished.write_text(tomli_w.dumps(request), "utf-8")
+    unfinished.replace(path)
 
 
 def is_first_rank() -> bool:

@@ -174,8 +174,9 @@ class ServerPool:
         if not answers:
             raise InferenceServerError(
                 f"no server at {where} after {limit} (vllm_server_timeout). "
-                f"Start one with `vf-vllm --model ... --port {missing[0].client.port}`, or set "
-                "vllm_server_host and vllm_server_port, or vllm_servers for several"
+                "`vf-rl train.py` starts one for a script; or start one with "
+                f"`vf-vllm --model ... --port {missing[0].client.port}`, or set vllm_server_host "
+                "and vllm_server_port, or vllm_servers for several"
             )
         return answers
 

@@ -1,0 +1,202 @@
+"""`vf-rl train.py`: what server a script asks for, and how the script, its server and vf-rl end."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from peft import LoraConfig
+
+import verifiers_rl
+from tests.conftest import free_port, processes_of
+from tests.helpers import ROOT, make_tiny_model, run_python
+from tests.test_ending import NOISY_SERVER, SAVING_TRAINER, read_until
+from verifiers_rl import RLConfig
+from verifiers_rl.cli import plan, rl
+from verifiers_rl.cli.config import load_run_config
+from verifiers_rl.cli.train import OF_SERVER, ask_for_server
+from verifiers_rl.report.run_folder import read_metrics
+
+# --- What a script asks for -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def asked(tmp_path):
+    """The configuration of what a trainer with this adapter and these options asks for."""
+
+    def asked(adapter=None, **options):
+        args = RLConfig(output_dir=str(tmp_path / "run"), **options)
+        policy = SimpleNamespace(name_or_path="org/model")
+        ask_for_server(tmp_path / "script.toml", policy, adapter, args)
+        return load_run_config(tmp_path / "script.toml", checks_model=False)
+
+    return asked
+
+
+LORA = {"enable_lora": True}
+
+
+@pytest.mark.parametrize(
+    ("adapter", "options", "flags"),
+    [
+        (LoraConfig(r=16), {"bf16": True}, {**LORA, "max_lora_rank": 16}),
+        # Of the adapter, not of the options.
+        (LoraConfig(r=20), {"bf16": True, "lora_rank": 4}, {**LORA, "max_lora_rank": 32}),
+        (None, {"bf16": True, "max_seq_len": 96}, {"max_model_len": 96}),
+        # The trainer computes in float32, so merged weights are as good.
+        (LoraConfig(r=16), {}, {"dtype": "float32"}),
+        (
+            LoraConfig(r=8),
+            {"lora_sync": "adapter"},
+            {"dtype": "float32", **LORA, "max_lora_rank": 8},
+        ),
+        (None, {"deterministic": True}, {"dtype": "float32", "enable_chunked_prefill": False}),
+    ],
+)
+def test_a_servers_flags_follow_from_what_the_script_trains(asked, adapter, options, flags):
+    port = free_port()
+    config = asked(adapter, use_cpu=True, vllm_server_port=port, **options)
+    (server,) = plan.plan_servers(config)
+    expected = {"dtype": "auto", "enforce_eager": True, "max_model_len": 2048}
+    assert server.args == expected | flags
+    assert (server.model, server.host, server.port) == ("org/model", "127.0.0.1", port)
+    assert config.option("vllm_server_timeout") == 300.0
+
+
+def test_a_script_tells_each_option_that_decides_about_its_server():
+    text = "".join((ROOT / "verifiers_rl" / "cli" / f"{name}.py").read_text()
+                   for name in ("plan", "supervise", "rl"))  # fmt: skip
+    read = {*re.findall(r'option\("(\w+)"\)', text), *re.findall(r'args.get\("(vllm\w+)"', text)}
+    assert read - {"use_lora", "lora_rank"} <= {*OF_SERVER} and len(read) > 8
+
+
+def test_a_script_that_names_servers_of_its_own_is_refused(asked):
+    with pytest.raises(ValueError, match=r"vllm_servers=\['a:1'\]: they run already, so \[infer"):
+        asked(use_cpu=True, vllm_servers=["a:1"])
+
+
+# --- How it ends ----------------------------------------------------------------------------------
+
+
+def test_a_script_without_a_trainer_has_its_words_and_its_status(run_main, tmp_path):
+    (tmp_path / "beside.py").write_text("")
+    script = tmp_path / "train.py"
+    script.write_text("import sys, beside\nprint(sys.argv[1:], __name__)\nsys.exit(3)\n")
+    status, out, error = run_main(rl.main, script, "--steps", "5")
+    assert status == 3 and "['--steps', '5'] __main__" in out
+    assert "train.py ended with status 3 and made no RLTrainer that needs a server" in error
+
+
+def test_a_script_that_is_not_there_is_one_clear_error(run_main):
+    status, _, error = run_main(rl.main, "nowhere.py")
+    assert status == 1 and error == "vf-rl: error: nowhere.py: there is no such script\n"
+
+
+# A vf-rl whose server is a few lines.
+VF_RL = f"""
+from verifiers_rl.cli import plan, rl, supervise
+plan.ServerPlan.command = lambda *_: ["-c", {NOISY_SERVER!r}]
+supervise.answers = lambda address: True
+rl.main()
+"""
+# Asks for a server as an RLTrainer does, and does not train.
+ASKS = """
+import os, time
+from types import SimpleNamespace
+from verifiers_rl.config import RLConfig
+from verifiers_rl.process import parent
+
+args = RLConfig(run_name="run", use_cpu=True, vllm_server_port={port})
+parent.ask_for_server(SimpleNamespace(name_or_path="{model}"), None, args)
+log = "outputs/run/logs/inference.log"
+while not os.path.exists(log) or "is up" not in open(log).read():
+    time.sleep(0.05)
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a vf-rl with this script."""
+    make_tiny_model().save_pretrained(tmp_path / "model")
+
+    def start(text):
+        text = text.format(port=free_port(), model=tmp_path / "model")
+        (tmp_path / "train.py").write_text(text)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "VF_RL_TEST": str(tmp_path)}
+        return subprocess.Popen(
+            [sys.executable, "-u", "-c", VF_RL, "train.py"],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return start
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_server", [False, True])
+def test_ctrl_c_lets_the_script_save_and_ends_all(start, tmp_path, has_server):
+    process = start(ASKS * has_server + SAVING_TRAINER)
+    read_until(process, "training")
+    process.send_signal(signal.SIGINT)
+    output, error = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in error
+    assert output.splitlines()[-1] == "step 5 is saved"
+    assert processes_of(tmp_path) == {}
+
+
+@pytest.mark.slow
+def test_the_server_ends_with_a_script_that_fails(start, tmp_path):
+    process = start(ASKS + "\nraise ValueError('no luck')\n")
+    output, error = process.communicate(timeout=120)
+    assert process.returncode == 1 and "ValueError: no luck" in error
+    assert "starting inference on 127.0.0.1:" in output and processes_of(tmp_path) == {}
+
+
+# --- The script of the README ---------------------------------------------------------------------
+
+
+@pytest.mark.e2e
+def test_the_script_of_the_readme_runs_as_it_stands_on_a_cpu(warm_start, tmp_path):
+    """Word for word, but for its number of steps. The tiny model is there already."""
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[:1]
+    assert "env_from(" in block and len(block.splitlines()) <= 25
+    shutil.copytree(warm_start, tmp_path / "outputs" / "tiny")
+    port = free_port()  # 8000 may be in use
+    text = block.replace("max_steps=100", f"max_steps=8, vllm_server_port={port}")
+    (tmp_path / "train.py").write_text(f"import sys\n{text}    sys.exit(5)\n")
+    run_python(
+        "-m", "verifiers_rl.cli.rl", "train.py", folder=tmp_path, status=5, VF_RL_TEST=str(tmp_path)
+    )
+    assert processes_of(tmp_path) == {}
+    (metrics,) = tmp_path.glob("outputs/*/metrics.jsonl")
+    steps = [row for row in read_metrics(metrics) if "loss" in row]
+    assert [row["error_share"] for row in steps] == [0] * 8
+    rewards = [row["reward"] for row in steps]
+    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.1, rewards
+    assert (metrics.parent / "logs" / "inference.log").stat().st_size > 0
+
+
+# --- The tiny model -------------------------------------------------------------------------------
+
+
+def test_a_tiny_model_that_is_there_is_left_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    assert verifiers_rl.tiny_model("tiny") == str(tmp_path / "tiny")
+    assert [*(tmp_path / "tiny").iterdir()] == []
+
+
+def test_a_new_tiny_model_is_that_of_the_demo(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr("verifiers_rl.tiny.subprocess.run", lambda *call, **_: calls.extend(call))
+    folder = verifiers_rl.tiny_model(str(tmp_path / "new"))
+    ((python, program, task, target),) = calls
+    assert (python, target) == (sys.executable, folder) and program.is_file()
+    assert "def demonstrations(" in task.read_text()
