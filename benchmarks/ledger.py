@@ -30,7 +30,6 @@ import os
 import platform
 import random
 import secrets
-import shutil
 import statistics
 import subprocess
 import sys
@@ -191,13 +190,11 @@ def make_warm_start(task: str, folder: Path) -> Path:
     model = folder / f"warm_start_{base}"
     if not model.is_dir():
         modules = {"sort": Path(__file__), "calculator": CALCULATOR / "calculator.py"}
-        unfinished = folder / "unfinished"
-        shutil.rmtree(unfinished, ignore_errors=True)
         command = [sys.executable, str(ROOT / "examples" / "warm_start.py")]
-        command += [str(modules.get(base, REVERSE_TEXT / "reverse_text.py")), str(unfinished)]
+        command += [str(modules.get(base, REVERSE_TEXT / "reverse_text.py")), str(model)]
         say(f"making {model}")
-        subprocess.run([*command, *WARM_STARTS.get(base, [])], check=True, capture_output=True)
-        unfinished.rename(model)
+        # Its folder is complete or absent. Its output is not our answer, which --json makes data.
+        subprocess.run([*command, *WARM_STARTS.get(base, [])], check=True, stdout=sys.stderr)
     return model
 
 
@@ -236,7 +233,8 @@ def score_at_start(task: str, model: Path, port: int, folder: Path) -> float:
     kept = folder / f"{model.name}.start"
     if not kept.is_file():
         with contextlib.redirect_stdout(io.StringIO()):
-            trainer = make_trainer(RLTrainer, task, {"use_lora": False}, model, port, folder)
+            # As in the runs: a server that was started for adapters takes nothing else.
+            trainer = make_trainer(RLTrainer, task, {}, model, port, folder)
             kept.write_text(str(held_out_score(trainer, task)))
     return float(kept.read_text())
 
@@ -369,10 +367,13 @@ def describe(options: dict[str, Any], trainer: str) -> str:
 def code_of(name: str) -> str:
     """Return a hash of the module of `module:name`."""
     module = name.partition(":")[0]
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None:
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:  # of the package that it is in
+        spec = None
+    if spec is None or spec.origin is None or not spec.has_location:
         raise SystemExit(
-            f"ledger.py: {name}: there is no module {module!r} where this command runs"
+            f"ledger.py: {name}: there is no file of a module {module!r} where this command runs"
         )
     return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()[:8]
 
@@ -627,6 +628,10 @@ def main() -> None:
         try:  # now, and not behind the warm starts
             if options.trainer:
                 kind = load_user_code(options.trainer, "class")
+                if not hasattr(kind, "config_class"):
+                    raise ConfigError(
+                        f"class={options.trainer!r}: must have a config_class, as RLTrainer has"
+                    )
             args = kind.config_class(use_cpu=True, **options.idea)
             args.complete_loss(None)
             args.make_advantage()

@@ -69,3 +69,31 @@ def test_the_ledger_says_when_a_target_was_reached(monkeypatch, tmp_path):
     assert "demo, 0 steps, seconds to 0.6 exact_match: mine 40.5 +- 19.1 s." in table
     changed = {**rows[0], "idea": "loss=my_loss:fn my_loss=12345678"}
     assert ledger.newest_of([*rows, changed]) == [changed]
+
+
+def test_the_ledger_scores_a_warm_start_as_its_server_takes_weights(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    ledger, made = import_module("ledger"), []
+
+    def make_trainer(kind, task, options, *rest):
+        made.append(ledger.TASKS[task] | options)
+
+    monkeypatch.setattr(ledger, "make_trainer", make_trainer)
+    monkeypatch.setattr(ledger, "held_out_score", lambda trainer, task: 0.25)
+    for task in ledger.TASKS:
+        model = tmp_path / task
+        assert ledger.score_at_start(task, model, 1, tmp_path) == 0.25
+        takes_adapters = "--enable-lora" in ledger.SERVER_FLAGS.get(task, [])
+        assert takes_adapters <= made[-1].get("use_lora", True)
+    assert len(made) == len(ledger.TASKS)
+
+
+@pytest.mark.parametrize("idea, message", [
+    ("--loss no.such:fn", "no.such:fn: there is no file of a module 'no.such'"),
+    ("--class verifiers_rl:RLConfig", "class='verifiers_rl:RLConfig': must have a config_class"),
+])  # fmt: skip
+def test_an_idea_that_cannot_be_entered_is_one_line(run_main, monkeypatch, tmp_path, idea, message):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    ledger, folder = import_module("ledger"), ("--folder", tmp_path)
+    said, *_ = run_main(ledger.main, "--name", "mine", *idea.split(), *folder)
+    assert said.startswith(f"ledger.py: {message}") and "\n" not in said
