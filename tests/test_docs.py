@@ -121,9 +121,13 @@ def test_llms_txt_is_a_title_a_summary_and_the_list_of_pages():
 
 
 def test_the_image_copies_files_that_exist_and_installs_extras_that_exist():
+    sent = {*read(".dockerignore").splitlines()}
+    ignored = {line.rstrip("/") for line in read(".gitignore").splitlines()}
+    assert {line for line in ignored if line.startswith("examples/")} <= sent
     for instruction, rest in re.findall(r"^([A-Z]+) (.*)", read("Dockerfile"), re.MULTILINE):
         if instruction == "COPY":
-            assert all((ROOT / source).exists() for source in rest.split()[:-1]), rest
+            for source in rest.split()[:-1]:
+                assert (ROOT / source).exists() and f"!{source}" in sent, rest
         for line in rest.split(" && ") if instruction == "RUN" else ():
             check_command(shlex.split(line), "Dockerfile")
 

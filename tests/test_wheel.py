@@ -29,7 +29,7 @@ def test_it_holds_the_package_and_the_examples_and_nothing_else(wheel):
         path.relative_to(ROOT).as_posix()
         for folder in ("verifiers_rl", "examples")
         for path in (ROOT / folder).rglob("*")
-        if path.is_file() and not {"__pycache__", "outputs"} & {*path.parts}
+        if path.is_file() and not {"__pycache__", "outputs", "venv"} & {*path.parts}
     }
 
 
