@@ -64,12 +64,15 @@ def play(name: str, folder: Path) -> tuple[bool, str]:
     write_toml(config, run / "rl.toml")
     command = [sys.executable, "-m", "verifiers_rl.cli.rl", "@", str(run / "rl.toml")]
     with (run / "log.txt").open("wb") as log:
-        done = subprocess.run(
-            [*command, "--overwrite"],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            timeout=900,
-        )
+        try:
+            done = subprocess.run(
+                [*command, "--overwrite"],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                timeout=900,
+            )
+        except subprocess.TimeoutExpired:  # the others are still to be played
+            return False, f"no end within 900 s, see {run / 'log.txt'}"
     if done.returncode:
         return False, f"status {done.returncode}, see {run / 'log.txt'}"
     lines = (run / "metrics.jsonl").read_text().splitlines()
