@@ -1,11 +1,13 @@
 """`vf-rl report`, on the folder of a run, and what the examples expect."""
 
 import json
+import tomllib
 
 from pydantic import TypeAdapter
 
 from tests.fake_run import write_fake_run
 from tests.helpers import ROOT
+from verifiers_rl import RLConfig
 from verifiers_rl.cli import rl
 from verifiers_rl.cli.report import Expected
 from verifiers_rl.report.run_folder import metrics_file, read_metrics
@@ -38,6 +40,14 @@ def test_a_run_is_compared_and_only_a_missed_target_is_no_failure(tmp_path, run_
     assert "| eval_reward | 3 | nan |" in failures[2]
     status, lines = report(value("end", 0, 1))
     assert status == 1 and "expected.json: (0, 'step'): must be" in lines[-1]
+
+
+def test_evaluations_of_recipes_play_all_tasks_that_are_kept_for_them():
+    for path in (ROOT / "examples").glob("*/*.toml"):
+        recipe = tomllib.loads(path.read_text())
+        kept = recipe.get("env", {}).get("eval_taskset", {}).get("num_tasks", 0)
+        played = recipe.get("trainer", {}).get("args", {}).get("eval_examples")
+        assert kept <= (played or RLConfig.eval_examples), path
 
 
 def test_each_recipe_says_what_to_expect_and_names_the_source_of_targets():
