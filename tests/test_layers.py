@@ -169,6 +169,13 @@ def test_servers_that_run_already_can_be_left_out_again(compose, monkeypatch):
     assert config.inference.gpus == 1 and not config.trainer.args["vllm_servers"]
 
 
+def test_a_table_of_servers_is_taken_back_beside_servers_that_run_already(compose):
+    words = ["--trainer.args.vllm_servers", '["a:1"]']
+    with pytest.raises(TomlError, match=r"they run already, so \[inference\] has no effect"):
+        compose(BASE, words=words)
+    assert compose(BASE, words=[*words, "--inference={}"]).inference.gpus == 0
+
+
 def test_an_error_names_the_file_that_has_the_value(compose):
     later = "[trainer.args]\nlearning_rate = -1.0\n"
     with pytest.raises(TomlError, match=r"/1/config\.toml: \[trainer\.args\] learning_rate=-1\.0"):

@@ -38,6 +38,11 @@ def test_a_run_is_compared_and_only_a_missed_target_is_no_failure(tmp_path, run_
     failures = [line.partition(": ")[2] for line in lines if line.startswith("not as expected")]
     assert status == 1 and failures == lines[-6:-3]
     assert "| eval_reward | 3 | nan |" in failures[2]
+    # A run whose last evaluation was not finite does not pass by the one before.
+    with metrics_file(run).open("a") as added:
+        added.write('{"step": 41, "eval_reward": null}\n')
+    status, lines = report(value("last", last, last))
+    assert status == 1 and "| eval_reward | 41 | nan |" in lines[-1]
     status, lines = report(value("end", 0, 1))
     assert status == 1 and "expected.json: (0, 'step'): must be" in lines[-1]
 

@@ -74,9 +74,29 @@ def test_a_script_tells_each_option_that_decides_about_its_server():
     assert read - {"use_lora", "lora_rank"} <= {*OF_SERVER} and len(read) > 8
 
 
-def test_a_script_that_names_servers_of_its_own_is_refused(asked):
-    with pytest.raises(ValueError, match=r"vllm_servers=\['a:1'\]: they run already, so \[infer"):
-        asked(use_cpu=True, vllm_servers=["a:1"])
+def test_paths_are_relative_to_where_the_script_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    request, args = tmp_path / "elsewhere" / "script.toml", RLConfig(use_cpu=True)
+    request.parent.mkdir()
+    for model in ("./tiny", "tiny"):
+        ask_for_server(request, SimpleNamespace(name_or_path=model), None, args)
+        config = load_run_config(request, checks_model=False)
+        assert config.model == str(tmp_path / "tiny")
+        assert config.option("output_dir") == str(tmp_path / "outputs" / "rl")
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "problem"),
+    [
+        ("org/model", {"vllm_servers": ["a:1"]}, r"vllm_servers=\['a:1'\]: vf-rl starts a server"),
+        ("", {}, "model: vf-rl cannot start a server of a model without a name"),
+    ],
+)
+def test_a_script_that_vf_rl_can_start_no_server_for_is_refused(tmp_path, model, options, problem):
+    args = RLConfig(output_dir=str(tmp_path / "run"), use_cpu=True, **options)
+    with pytest.raises(ValueError, match=problem):
+        ask_for_server(tmp_path / "script.toml", SimpleNamespace(name_or_path=model), None, args)
 
 
 # --- How it ends ----------------------------------------------------------------------------------

@@ -488,7 +488,7 @@ class RunConfig(TrainConfig):
             self.inference.gpus |= "gpus" not in self.inference.model_fields_set
             self.trainer.gpus |= "gpus" not in self.trainer.model_fields_set
         if self.trainer.args.get("vllm_servers"):
-            idle = "[inference]" if "inference" in self.model_fields_set else ""
+            idle = "[inference]" if self.inference.model_fields_set else ""
             idle = idle or "[cluster] inference_nodes" * bool(self.cluster.inference_nodes)
             if idle:
                 problem = f"they run already, so {idle} has no effect; remove one of both"

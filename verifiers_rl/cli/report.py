@@ -63,8 +63,9 @@ def main(argv: list[str]) -> int:
     for one in expected:
         step, value = one.step, math.nan
         for row in rows:
-            if one.step in ("last", row["step"]) and row.get(one.metric) is not None:
+            if one.step in ("last", row["step"]) and one.metric in row:
                 step, value = row["step"], row[one.metric]
+        value = math.nan if value is None else value  # None: it was not finite
         line = (
             f"| {one.metric} | {step} | {value:.3f} | {one.low:.3f} to {one.high:.3f} "
             f"| {'target: ' * one.is_target}{one.note} |"

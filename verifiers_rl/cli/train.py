@@ -92,13 +92,30 @@ def ask_for_server(path: Path, policy: Any, adapter: Any, args: Any) -> None:
         policy: the model that is trained.
         adapter: its PEFT config, if the server is sent one.
         args: the `RLConfig`.
+
+    Raises:
+        ConfigError: the script needs no server, or the model is from no folder or hub.
     """
     import tomli_w
 
-    rank = getattr(adapter, "r", 0)
+    from verifiers_rl.config import ConfigError
+
+    model, rank = policy.name_or_path, getattr(adapter, "r", 0)
+    if args.vllm_servers:
+        raise ConfigError(
+            f"vllm_servers={args.vllm_servers!r}: vf-rl starts a server for a script; leave them "
+            "out, or start the script by python, which uses them"
+        )
+    if not model:
+        raise ConfigError(
+            "model: vf-rl cannot start a server of a model without a name; save it by "
+            "save_pretrained, and give RLTrainer the folder"
+        )
     options = {name: value for name in OF_SERVER if (value := getattr(args, name))}
+    options["output_dir"] = os.path.abspath(args.output_dir)
     request = {
-        "model": policy.name_or_path,
+        # The request is in another folder than the one to which these are relative.
+        "model": os.path.abspath(model) if os.path.isdir(model) else model,
         "env": {"id": "script"},
         "inference": {
             "args": {

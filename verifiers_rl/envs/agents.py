@@ -148,7 +148,7 @@ def load_agent_environment(given: Mapping[str, Any], *folders: Path) -> vf.Env:
         for name in _COLUMN.findall(word):
             if name not in columns:
                 problem = f"{name!r} is no column of the tasks: {', '.join(columns)}"
-            elif before == "-c":
+            elif re.fullmatch(r"-\w*c", before):  # of a shell also -lc
                 problem = f"put {{{name}}} behind the code, where it is data, not code"
     if problem:
         raise InvalidEnvironmentError(f"command={command}: {problem}")
