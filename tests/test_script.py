@@ -28,9 +28,9 @@ from verifiers_rl.report.run_folder import read_metrics
 def asked(tmp_path):
     """The configuration of what a trainer with this adapter and these options asks for."""
 
-    def asked(adapter=None, **options):
+    def asked(adapter=None, model="org/model", **options):
         args = RLConfig(output_dir=str(tmp_path / "run"), **options)
-        policy = SimpleNamespace(name_or_path="org/model")
+        policy = SimpleNamespace(name_or_path=model)
         ask_for_server(tmp_path / "script.toml", policy, adapter, args)
         return load_run_config(tmp_path / "script.toml", checks_model=False)
 
@@ -72,6 +72,13 @@ def test_a_script_tells_each_option_that_decides_about_its_server():
                    for name in ("plan", "supervise", "rl"))  # fmt: skip
     read = {*re.findall(r'option\("(\w+)"\)', text), *re.findall(r'args.get\("(vllm\w+)"', text)}
     assert read - {"use_lora", "lora_rank"} <= {*OF_SERVER} and len(read) > 8
+
+
+def test_a_model_in_a_folder_is_found_from_the_folder_of_the_request(asked, tmp_path, monkeypatch):
+    (tmp_path / "here" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    config = asked(use_cpu=True, model="./model")
+    assert config.model == str(tmp_path / "here" / "model")
 
 
 def test_a_script_that_names_servers_of_its_own_is_refused(asked):

@@ -95,10 +95,12 @@ def ask_for_server(path: Path, policy: Any, adapter: Any, args: Any) -> None:
     """
     import tomli_w
 
-    rank = getattr(adapter, "r", 0)
+    from verifiers_rl.report.run_folder import replace_file
+
+    rank, model = getattr(adapter, "r", 0), policy.name_or_path
     options = {name: value for name in OF_SERVER if (value := getattr(args, name))}
     request = {
-        "model": policy.name_or_path,
+        "model": os.path.abspath(model) if os.path.isdir(model) else model,
         "env": {"id": "script"},
         "inference": {
             "args": {
@@ -108,9 +110,7 @@ def ask_for_server(path: Path, policy: Any, adapter: Any, args: Any) -> None:
         },
         "trainer": {"args": {**options, "use_lora": rank > 0, "lora_rank": rank}},
     }
-    unfinished = path.with_suffix(".new")
-    unfinished.write_text(tomli_w.dumps(request), "utf-8")
-    unfinished.replace(path)
+    replace_file(path, tomli_w.dumps(request).encode())
 
 
 def is_first_rank() -> bool:
