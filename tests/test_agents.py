@@ -173,18 +173,20 @@ def leave(answer, **values):
     client_of(values).create(model="m", messages=[{"role": "user", "content": "?"}])
     if answer == "exit":
         exit()
+    if answer == "end":
+        next(iter(()))
 
 
 def test_agents_play_in_rollout_workers(tmp_path, tokenizer, on_the_path):  # noqa: F811
-    async def both(run, runner):
-        return [*await run(0), *await run(1)]
+    async def all_three(run, runner):
+        return [*await run(0), *await run(1), *await run(2)]
 
-    rows = [{"prompt": "start", "answer": answer} for answer in ("no", "exit")]
+    rows = [{"prompt": "start", "answer": answer} for answer in ("no", "exit", "end")]
     agents = (program(tmp_path, "print(ask('?'))"), env_from_agent(rows, len_of, leave))
     for env in agents:
-        rollouts, _ = roll_out(env, tokenizer, tmp_path, both)
+        rollouts, _ = roll_out(env, tokenizer, tmp_path, all_three)
         assert [rollout.reward for rollout in rollouts[:2]] == [3.0] * 2
-    assert "SystemExit" in str(rollouts[2].error)
+    assert "SystemExit" in str(rollouts[2].error) and "StopIteration" in str(rollouts[4].error)
 
 
 def test_columns_that_there_are_not_are_named_at_the_start(tmp_path):

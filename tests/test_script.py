@@ -28,9 +28,9 @@ from verifiers_rl.report.run_folder import read_metrics
 def asked(tmp_path):
     """The configuration of what a trainer with this adapter and these options asks for."""
 
-    def asked(adapter=None, **options):
+    def asked(adapter=None, model="org/model", **options):
         args = RLConfig(output_dir=str(tmp_path / "run"), **options)
-        policy = SimpleNamespace(name_or_path="org/model")
+        policy = SimpleNamespace(name_or_path=model)
         ask_for_server(tmp_path / "script.toml", policy, adapter, args)
         return load_run_config(tmp_path / "script.toml", checks_model=False)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import secrets
 import shutil
 import signal
 import sys
@@ -44,7 +43,7 @@ from verifiers_rl.cli.plan import (
     trainer_command,
 )
 from verifiers_rl.cli.resolved import dry_run, write_resolved
-from verifiers_rl.cli.supervise import LOGS, ThisMachine, supervise
+from verifiers_rl.cli.supervise import LOGS, TOKEN, ThisMachine, supervise
 from verifiers_rl.inference.client import TOKEN_VARIABLE
 from verifiers_rl.process.terminal import print_all_characters
 from verifiers_rl.report.run_folder import RunFolderError, read_metrics
@@ -167,14 +166,14 @@ def run_script(words: list[str]) -> int:
     path = Path(words[0])
     if not path.is_file():
         raise TomlError(f"{path}: there is no such script")
-    token, gpus = secrets.token_urlsafe(32), visible_gpus()
+    gpus = visible_gpus()
     gpus = gpus[1:] or gpus
     ranks = RunConfig.model_construct(trainer=TrainerTable(gpus=len(gpus)))
     with tempfile.TemporaryDirectory(prefix="vf-rl-") as folder:
         request = Path(folder, f"{path.stem}.toml")
         env = {
             REQUEST_VARIABLE: str(request),
-            TOKEN_VARIABLE: token,
+            TOKEN_VARIABLE: TOKEN,
             "CUDA_VISIBLE_DEVICES": ",".join(gpus),
             **launcher_env(),
         }
@@ -186,7 +185,7 @@ def run_script(words: list[str]) -> int:
                     return script.poll() or 0
             config = load_run_config(request)
             plans, logs = plan_run(config), Path(config.option("output_dir"), LOGS)
-            here = ThisMachine(config, plans, logs, lambda: script, token)
+            here = ThisMachine(config, plans, logs, lambda: script)
             return supervise(config, plans, here)
         finally:
             script.stop()

@@ -37,6 +37,7 @@ from verifiers_rl.process.interrupts import Interrupted, handle_signals
 
 BACKOFF_S = 1.0  # before the first restart, doubled before each further one
 LOGS = "logs"  # in the run's folder
+TOKEN = secrets.token_urlsafe(32)  # of the runs of this process
 # The last line of a traceback, behind what vLLM puts in front of each line.
 _CAUSE = re.compile(r"(?:.*[)\]] )?((?:\w+\.)*\w*(?:Error|Exception)(?:: .+)?)")
 
@@ -174,7 +175,6 @@ class ThisMachine:
         logs: a folder, in which NAME.log gets the output of the server of this name.
         trainer: returns what follows `python` in the command of the trainer, or the trainer, if it
             runs already. Its output is ours.
-        token: of the run; by default a new one.
 
     Raises:
         TomlError: a port is taken, or see `assign_gpus`.
@@ -186,9 +186,8 @@ class ThisMachine:
         plans: Sequence[ServerPlan],
         logs: Path,
         trainer: Callable[[], list[str] | Child],
-        token: str = "",
     ) -> None:
-        self._logs, self._trainer, self._plans, self._token = logs, trainer, plans, token
+        self._logs, self._trainer, self._plans = logs, trainer, plans
         self.gpus = assign_gpus(config, plans)
         with ExitStack() as reserved:
             for plan in plans:
@@ -208,7 +207,7 @@ class ThisMachine:
         """
         if not self._plans:
             return
-        os.environ[TOKEN_VARIABLE] = self._token or secrets.token_urlsafe(32)
+        os.environ[TOKEN_VARIABLE] = TOKEN
         try:
             self._logs.mkdir(parents=True, exist_ok=True)
             for plan in self._plans:

@@ -99,6 +99,7 @@ def ask_for_server(path: Path, policy: Any, adapter: Any, args: Any) -> None:
     import tomli_w
 
     from verifiers_rl.config import ConfigError
+    from verifiers_rl.report.run_folder import replace_file
 
     model, rank = policy.name_or_path, getattr(adapter, "r", 0)
     if args.vllm_servers:
@@ -125,9 +126,7 @@ def ask_for_server(path: Path, policy: Any, adapter: Any, args: Any) -> None:
         },
         "trainer": {"args": {**options, "use_lora": rank > 0, "lora_rank": rank}},
     }
-    unfinished = path.with_suffix(".new")
-    unfinished.write_text(tomli_w.dumps(request), "utf-8")
-    unfinished.replace(path)
+    replace_file(path, tomli_w.dumps(request).encode())
 
 
 def is_first_rank() -> bool:

@@ -39,7 +39,6 @@ from verifiers_rl.envs.base import InvalidEnvironmentError
 from verifiers_rl.envs.dataset import (
     ExampleTaskset,
     RewardFn,
-    columns_of,
     env_from,
     examples_of,
     parameters_from,
@@ -60,7 +59,7 @@ _COLUMN = re.compile(r"(?<!\$)\{(\w+)\}")  # ${NAME} is one of a shell
 
 class AgentHarnessConfig(vf.HarnessConfig):
     id: str = IN_AGENT
-    command: list[str] = Field([])  # none: the agent is the function of `AgentData`
+    command: tuple[str, ...] = ()  # none: the agent is the function of `AgentData`
 
 
 class AgentData(vf.TaskData):
@@ -87,23 +86,14 @@ class AgentHarness(vf.Harness[AgentHarnessConfig]):
     ) -> vf.ProgramResult:
         given = {"base_url": endpoint, "api_key": secret, "model": ctx.model}
         if isinstance(data, AgentData):
-            wanted = {name: given[name] for name in given if name in data.agent.keywords}
+            wanted = {name: given[name] for name in given.keys() & data.agent.keywords}
             answer = await run_contained(call(partial(data.agent, **wanted)))
         else:
             variables = {f"OPENAI_{name.upper()}": value for name, value in given.items()}
             variables["PATH"] = os.environ.get("PATH", os.defpath)
-            variables["HOME"] = folder = str(runtime.workdir)
-            variables = runtime.process_env(variables)
-            columns = {  # JSON, if they are no text
-                name: value if isinstance(value, str) else json.dumps(value)
-                for name, value in data.model_dump(mode="json").items()
-            }
-            command = self.config.command
-            words = [_COLUMN.sub(lambda name: columns[name[1]], word) for word in command]
-            status, answer, said = await run_program(words, variables, folder)
-            if status:
-                end = said[-2000:]  # enough to see why
-                raise HarnessError(f"{shlex.join(command)} ended with status {status}: {end}")
+            variables["HOME"] = str(runtime.workdir)
+            row = data.model_dump(mode="json")
+            answer = await run_program(self.config.command, row, runtime.process_env(variables))
         if not trace.calls:
             raise HarnessError(
                 "the agent asked for no reply: it must send its chat completions to "
@@ -127,17 +117,15 @@ def load_agent_environment(given: Mapping[str, Any], *folders: Path) -> vf.Env:
     """
     table, agent = dict(given), given.get("agent", {})
     command = table.pop("command")
-    if beside := agent.keys() & {"harness", "runtime"}:
+    if not isinstance(agent, dict) or agent.keys() & {"harness", "runtime"}:
         raise InvalidEnvironmentError(
-            f"command: it plays, on this machine; leave out {min(beside)} in [env.agent]"
+            "command: it plays, on this machine; [env.agent] must be a table without harness and "
+            "runtime"
         )
-    paths = {
-        word: str(path)
-        for folder in reversed(folders)
+    words = [
+        next((path for f in folders if os.path.isfile(path := f"{f.absolute()}/{word}")), word)
         for word in command
-        if os.path.isfile(path := folder.absolute() / word)
-    }
-    words = [paths.get(word, word) for word in command]
+    ]
     table["agent"] = agent | {"harness": {"id": IN_AGENT, "command": words}}
     env = load_v1_environment(table, *folders)
     columns = type(env.taskset).task_type().data_type().model_fields
@@ -172,18 +160,31 @@ class Program(asyncio.SubprocessProtocol):
         self.closed.set()
 
 
-async def run_program(words: list[str], variables: dict[str, str], folder: str) -> list[Any]:
-    """Run a program with its arguments, this environment and in this folder, until it exits; kill
-    what it has started, and the program too if this is cancelled.
+async def run_program(
+    command: Sequence[str], row: dict[str, Any], variables: dict[str, str]
+) -> str:
+    """Run a program until it exits, in its HOME; then kill what it has started, and if this is
+    cancelled, the program too. asyncio's own way would also wait for all that have its stdout.
+
+    Args:
+        command: may name columns of the row. What is no text there becomes JSON.
+        variables: its environment.
 
     Returns:
-        Its exit status, and the ends of its stdout and stderr.
+        The end of its stdout.
+
+    Raises:
+        HarnessError: its exit status is not 0.
     """
+
+    def value(name: re.Match[str]) -> str:
+        return found if isinstance(found := row[name[1]], str) else json.dumps(found)
+
     transport, program = await asyncio.get_running_loop().subprocess_exec(
         Program,
-        *words,
+        *(_COLUMN.sub(value, word) for word in command),
         env=variables,
-        cwd=folder,
+        cwd=variables["HOME"],
         stdin=asyncio.subprocess.DEVNULL,
         start_new_session=True,
     )
@@ -195,36 +196,40 @@ async def run_program(words: list[str], variables: dict[str, str], folder: str) 
         with suppress(TimeoutError):  # a process that left the group has its stdout
             await asyncio.wait_for(program.closed.wait(), EXIT_S)
         transport.close()
-    texts = (kept.decode(errors="replace") for kept in program.kept.values())
-    return [transport.get_returncode(), *texts]
+    printed, said = (kept.decode(errors="replace") for kept in program.kept.values())
+    if status := transport.get_returncode():
+        end = said[-2000:]  # enough to see why
+        raise HarnessError(f"{shlex.join(command)} ended with status {status}: {end}")
+    return printed
 
 
 # --- A function -----------------------------------------------------------------------------------
 
 
-async def call(agent: partial[Any]) -> Any:
-    """Call a function: an async one in this event loop, another one on a thread of its own."""
-    if any(map(inspect.iscoroutinefunction, (agent, type(agent.func).__call__))):
-        return await agent()
-    future: Future[Any] = Future()
+async def call(agent: Callable[[], Any]) -> Any:
+    """Call a function on a thread of its own. If it is async, what it returns is awaited here."""
+    future = Future[Any]()
     future.set_running_or_notify_cancel()  # after the deadline, its result is nobody's
 
     def run() -> None:
         try:
-            future.set_result(agent())
-        except BaseException as error:  # raised to whoever waits
-            future.set_exception(error)
+            future.set_result((agent(), None))
+        except BaseException as error:  # no exception of the future, which refuses StopIteration
+            future.set_result((None, error))
 
     threading.Thread(target=run, daemon=True).start()
-    return await asyncio.wrap_future(future)
+    answer, error = await asyncio.wrap_future(future)
+    if error is not None:
+        raise error
+    return await answer if inspect.isawaitable(answer) else answer
 
 
 class AgentTaskset(ExampleTaskset):
-    """The examples of a taskset of `env_from`, and the function that plays them."""
+    """The examples of a dataset, and the function that plays them."""
 
-    def __init__(self, given: Any, rows: Any, agent: Callable[..., Any]) -> None:
-        self.__dict__.update(given.__dict__)
-        known = [*OF_ROLLOUT, *columns_of(rows)]
+    def __init__(self, agent: Any, dataset: Any, *given: Any) -> None:
+        super().__init__(dataset, *given)
+        rows, known = examples_of(dataset, given[-1]), [*OF_ROLLOUT, *self.columns]
         wanted = parameters_from(agent, known, "env_from_agent: the agent")
         for task, row in zip(self.tasks, rows, strict=True):
             own = partial(agent, **{name: row.get(name) for name in wanted})
@@ -256,10 +261,5 @@ def env_from_agent(
     Raises:
         InvalidEnvironmentError: as for `env_from`; or the agent names something else.
     """
-
-    examples: Any = env_from(dataset, reward_fn, None, eval_dataset, weights)
-    taskset = AgentTaskset(examples, examples_of(dataset, "dataset"), agent)
-    if eval_dataset is not None:
-        eval_rows = examples_of(eval_dataset, "eval_dataset")
-        taskset.eval_taskset = AgentTaskset(examples.eval_taskset, eval_rows, agent)
-    return taskset
+    kind = partial(AgentTaskset, agent)
+    return env_from(dataset, reward_fn, None, eval_dataset, weights, kind)

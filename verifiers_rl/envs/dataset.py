@@ -71,7 +71,11 @@ class ExampleTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
 
 
 class ExampleTaskset(vf.Taskset[ExampleTask, vf.TasksetConfig]):
-    """The examples of a dataset."""
+    """The examples of a dataset.
+
+    Attributes:
+        columns: the names that each row has.
+    """
 
     def __init__(
         self,
@@ -82,7 +86,8 @@ class ExampleTaskset(vf.Taskset[ExampleTask, vf.TasksetConfig]):
     ) -> None:
         super().__init__(vf.TasksetConfig())
         rows, what = examples_of(dataset, name), f"env_from: {name}"
-        known, whose = [REPLY, *columns_of(rows)], f"{what}: the reward function"
+        self.columns = [name for name in rows[0] if all(name in row for row in rows)]
+        known, whose = [REPLY, *self.columns], f"{what}: the reward function"
         # A worker that gets the taskset imports the functions' scripts.
         self.rewards = [
             (reward, weight, fn, parameters_from(fn, known, f"{whose} {reward!r}"))
@@ -188,6 +193,7 @@ def env_from(
     system_prompt: str | None = None,
     eval_dataset: Any = None,
     weights: Sequence[float] | None = None,
+    kind: Callable[..., ExampleTaskset] = ExampleTaskset,
 ) -> vf.Taskset:
     """Make an environment of one turn, as a taskset of `verifiers.v1`.
 
@@ -204,6 +210,7 @@ def env_from(
         system_prompt: put before each prompt.
         eval_dataset: for evaluations, in place of `dataset`.
         weights: of the functions in that sum; by default 1 each.
+        kind: class of the taskset.
 
     Raises:
         InvalidEnvironmentError: there are no examples or no prompts, a parameter of a reward
@@ -230,10 +237,9 @@ def env_from(
             "none 'reward'"
         )
     rewards = [*zip(names, numbers.tolist(), functions, strict=True)]
-    taskset = ExampleTaskset(dataset, rewards, system_prompt, "dataset")
+    taskset = kind(dataset, rewards, system_prompt, "dataset")
     if eval_dataset is not None:
-        of_evaluation = ExampleTaskset(eval_dataset, rewards, system_prompt, "eval_dataset")
-        taskset.eval_taskset = of_evaluation
+        taskset.eval_taskset = kind(eval_dataset, rewards, system_prompt, "eval_dataset")
     return taskset
 
 
@@ -279,11 +285,6 @@ def examples_of(dataset: Any, name: str) -> list[Mapping[str, Any]]:
                 "the reply; give the column another name, such as 'answer'"
             )
     return rows
-
-
-def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names of the columns that each row has."""
-    return [name for name in rows[0] if all(name in row for row in rows)]
 
 
 def parameters_from(

@@ -271,10 +271,15 @@ def read_metrics(source: Path) -> list[dict[str, Any]]:
 
 def write_metrics(target: Path, rows: list[dict[str, Any]]) -> None:
     """Replace a metrics.jsonl at once."""
-    _replace(target, b"".join(as_json(row) + b"\n" for row in rows))
+    replace_file(target, b"".join(as_json(row) + b"\n" for row in rows))
 
 
-def _replace(target: Path, content: bytes) -> None:
+def replace_file(target: Path, content: bytes) -> None:
+    """Write a file that others may be reading, which find the old one or the new one, and no part.
+
+    Raises:
+        WritingError: it cannot be written.
+    """
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
     with writing(target):
         try:
@@ -377,7 +382,7 @@ def read_run(folder: str | Path) -> dict[str, Any]:
 
 def write_run(folder: Path, changes: Mapping[str, Any]) -> None:
     """Change keys of run.json. The file is replaced at once."""
-    _replace(folder / RUN, as_json({**read_run(folder), **changes}))
+    replace_file(folder / RUN, as_json({**read_run(folder), **changes}))
 
 
 def rollouts_file(folder: Path, number: int) -> Path:
