@@ -484,6 +484,12 @@ class RunConfig(TrainConfig):
 
     @model_validator(mode="after")
     def check_together(self) -> RunConfig:
+        for number, env in enumerate(self.envs):
+            for other in self.envs[:number]:
+                are_apart = {env.only, other.only} == {"train", "eval"}
+                if env.own_name == other.own_name and not are_apart:
+                    problem = f"two [[env]] are named {env.own_name!r}; give one another name"
+                    raise wrong(problem, "env", str(number))
         if self.cluster.address:  # of machines whose GPUs are not known here
             self.inference.gpus |= "gpus" not in self.inference.model_fields_set
             self.trainer.gpus |= "gpus" not in self.trainer.model_fields_set

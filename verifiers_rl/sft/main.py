@@ -49,6 +49,8 @@ class DataTable(Table):
     def check_together(self) -> DataTable:
         if not self.train:
             raise wrong("is missing; set it to a .jsonl file, or to a name on the hub", "train")
+        if self.subset and all(map(is_file, [*self.train, *self.eval])):
+            raise wrong("without effect, because files have no subsets; remove it", "subset")
         return self
 
 
