@@ -161,7 +161,9 @@ def problem_of(error: ValidationError, place: tuple[int | str, ...] | None = Non
         if place not in (None, one["loc"]):
             continue
         text = re.sub(r"^\w+ should", "must", one["msg"].removeprefix("Value error, "))
-        text = text.replace("a valid dictionary", "a table")
+        text = text.replace("a valid dictionary", "a table").replace(
+            "valid string", "text in quotes"
+        )
         names = re.findall(r"'([^']+)'", one.get("ctx", {}).get("expected", ""))
         problems[did_you_mean(str(one["input"]), names) or text] = None
     return " or ".join(problems)
