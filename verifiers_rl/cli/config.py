@@ -490,9 +490,6 @@ class RunConfig(TrainConfig):
                 if env.own_name == other.own_name and not are_apart:
                     problem = f"two [[env]] are named {env.own_name!r}; give one another name"
                     raise wrong(problem, "env", str(number))
-        if self.cluster.address:  # of machines whose GPUs are not known here
-            self.inference.gpus |= "gpus" not in self.inference.model_fields_set
-            self.trainer.gpus |= "gpus" not in self.trainer.model_fields_set
         if self.trainer.args.get("vllm_servers"):
             idle = "[inference]" if self.inference.model_fields_set else ""
             idle = idle or "[cluster] inference_nodes" * bool(self.cluster.inference_nodes)
@@ -500,6 +497,9 @@ class RunConfig(TrainConfig):
                 problem = f"they run already, so {idle} has no effect; remove one of both"
                 raise wrong(problem, *flat.ARGS, "vllm_servers")
             self.inference.gpus = 0
+        if self.cluster.address:  # of machines whose GPUs are not known here
+            self.inference.gpus |= "gpus" not in self.inference.model_fields_set
+            self.trainer.gpus |= "gpus" not in self.trainer.model_fields_set
         return self
 
     def resolve(self, checks_model: bool) -> None:
