@@ -244,7 +244,7 @@ def main() -> None:
         with running_server(model, folder / "teacher.log", "--max-num-seqs", "256") as teaching:
             exact = score_at_start("demo", model, teaching.port, folder)
             print(f"the teacher's exact match: {exact:.3f}", flush=True)
-            teacher = Teacher(str(model), teaching.url, "teacher", TOKEN_VARIABLE)
+            teacher = Teacher(str(model), teaching.url, TOKEN_VARIABLE)
             with running_server(own, folder / "student.log", "--max-num-seqs", "256") as server:
                 for method, seed in todo:
                     row = train(method, seed, own, server.port, teacher, folder, options.target)

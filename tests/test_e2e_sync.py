@@ -31,7 +31,8 @@ from tests.helpers import (
     write_tiny_qwen3_5,
 )
 from verifiers_rl import RLConfig, RLTrainer, cispo
-from verifiers_rl.distill.teacher import Teacher, TeacherClient
+from verifiers_rl.distill import Distillation, Teacher
+from verifiers_rl.envs.base import RunnerOptions
 from verifiers_rl.inference.client import (
     TOKEN_VARIABLE,
     InferenceClient,
@@ -507,15 +508,16 @@ def test_the_server_as_a_teacher_gives_the_models_own_logprobs(full_server, conn
     model, sync = load(folder), connect(server)
     perturb(model, 5, scale=0.1)
     push_to(sync, model, 0)
-    teacher = Teacher(str(folder), server.url, key_variable=TOKEN_VARIABLE)
 
     async def ask():
-        client = TeacherClient(teacher, min_model_len=len(PROMPT))
-        await client.open()
+        scorer = Distillation(Teacher(str(folder), server.url, TOKEN_VARIABLE))
+        options = RunnerOptions(server.url, None, 64)
+        scorer.connect(options, RLConfig(use_cpu=True, temperature=1.0), None)
+        await scorer.open()
         try:
-            return await client.logprobs(np.array(PROMPT))
+            return await scorer.logprobs(np.array(PROMPT))
         finally:
-            await client.close()
+            await scorer.close()
 
     logprobs = asyncio.run(ask())
     with torch.no_grad():

@@ -246,19 +246,19 @@ class EnvTable(Table):
         return table if self.python else load_v1_environment(table, *folders)
 
 
-# Flags of the server that have a place of their own.
+# Flags of a server that have a place of their own.
 _OF_SERVER = {
-    "model": "set model at the top level instead",
-    "host": "set vllm_server_host in [trainer.args] instead",
-    "port": "set vllm_server_port in [trainer.args] instead",
+    "model": "it is a key of its own",
+    "host": "set vllm_server_host in [trainer.args] for the policy's server",
+    "port": "set vllm_server_port in [trainer.args] for the policy's server",
 }
 
 
-def refuse_flags(args: Data, hints: dict[str, str]) -> None:
+def refuse_flags(args: Data) -> None:
     """Raise the error of a server's flags if they have one of these, or one with dashes."""
     for name in args:
         spelled = name.strip("-").replace("-", "_")
-        if hint := hints.get(spelled) or f"write {spelled}" * (spelled != name):
+        if hint := _OF_SERVER.get(spelled) or f"write {spelled}" * (spelled != name):
             raise wrong(f"has {name!r}; {hint}", "args", name, has=True)
 
 
@@ -271,7 +271,7 @@ class InferenceTable(Table):
 
     @model_validator(mode="after")
     def check_flags(self) -> InferenceTable:
-        refuse_flags(self.args, _OF_SERVER)
+        refuse_flags(self.args)
         return self
 
 
@@ -473,7 +473,7 @@ class RunConfig(TrainConfig):
     TRAINER, CONFIG = "verifiers_rl.trainer:RLTrainer", "verifiers_rl.config:RLConfig"
 
     envs: Annotated[list[EnvTable], BeforeValidator(_tables)] = Field(alias="env")
-    teachers: Any = Field([], alias="teacher")
+    teachers: list[Any] = Field([], alias="teacher")
     env_files: Texts = Field([], alias="env_file")
     inference: InferenceTable = Field(default_factory=InferenceTable)
     cluster: ClusterTable = ClusterTable()

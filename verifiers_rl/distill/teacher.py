@@ -1,45 +1,40 @@
-"""A teacher: a model behind vLLM's OpenAI-compatible server. It says how probable tokens are.
+"""Distillation on the student's own rollouts: a teacher adds to the advantages of their tokens.
 
-    logprobs(token_ids)  ──►  POST /v1/completions, prompt_logprobs = 0, max_tokens = 1
-                         ◄──  for each token of the prompt, its logprob
+    a finished group ──► POST /v1/completions of vLLM, prompt_logprobs = 0, max_tokens = 1
+                     ◄── for each token its logprob ──► Rollout.added_advantages
 
-The teacher may be away for some time, because it starts, or starts again. Requests wait for it up
-to `Teacher.timeout_s`, and then raise one error. A reply that does not fit the request raises too.
+The teacher is asked on the orchestrator's event loop, when a group's rollouts have given their
+places at the student's server back. So the student goes on generating meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import copy
 import logging
-import math
 import os
+import time
+from collections.abc import Sequence
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-import aiohttp
 import numpy as np
+from openai import APIError, AsyncOpenAI, DefaultAsyncHttpxClient
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from verifiers_rl.inference.client import (
-    LOOPBACK,
-    TOKEN_VARIABLE,
-    InferenceServerError,
-    ServerLostError,
-    generation_key,
-)
-from verifiers_rl.option_rules import STRICT, PositiveInt, PositiveNumber, Url
+from verifiers_rl.envs.base import InvalidEnvironmentError
+from verifiers_rl.envs.rendering import Renderer
+from verifiers_rl.inference import InferenceServerError, ServerLostError, generation_key
+from verifiers_rl.inference.client import LOOPBACK, TOKEN_VARIABLE
+from verifiers_rl.option_rules import STRICT, Algorithm, PositiveInt, PositiveNumber, Url
+from verifiers_rl.requests import GroupRequest
+from verifiers_rl.types import Rollout, Sample
 
 logger = logging.getLogger(__name__)
 
-FIRST_PAUSE_S = 0.25  # after a failed attempt; doubled after each further one
-LONGEST_PAUSE_S = 5.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 5.0  # doubled after each failed attempt
 LOWEST_LOGPROB = -9999.0  # what vLLM writes into JSON in place of -inf
-
-
-class TeacherError(InferenceServerError):
-    """The teacher cannot be used; the message names the teacher, its URL and what to do."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -49,7 +44,6 @@ class Teacher:
     Attributes:
         model: a folder, or a name on the hub. Its tokenizer must be that of the trained model.
         base_url: of a vLLM server, such as "http://10.0.0.2:8000", with /v1 or without.
-        name: what messages call it; default: `model`.
         key_variable: the environment variable with the server's API key; "": it needs none. With
             that of the run's token, the server may also be a `vf-vllm` that made its own.
         timeout_s: a request waits for the teacher at most so many seconds, and for one answer half
@@ -62,211 +56,242 @@ class Teacher:
 
     model: Annotated[str, Field(min_length=1)]
     base_url: Url
-    name: str = ""
     key_variable: str = ""
     timeout_s: PositiveNumber = 300.0
     max_concurrent: PositiveInt = 64
 
     def __str__(self) -> str:
-        return f"teacher {self.name or self.model!r}"
+        return f"teacher {self.model!r} at {self.base_url}"
 
     def key(self) -> str:
-        """Return the API key, or "". Raises TeacherError if the variable is not set."""
+        """Return the API key, or "none". Raises InferenceServerError if the variable is not set."""
         if self.key_variable == TOKEN_VARIABLE:
             return generation_key(self.base_url)
-        key = os.environ.get(self.key_variable, "") if self.key_variable else ""
-        if self.key_variable and not key:
-            raise TeacherError(
-                f"{self}: the environment variable {self.key_variable} of its API key is not set; "
-                "set it, or correct key_variable"
-            )
-        return key
+        if key := os.environ.get(self.key_variable, "") if self.key_variable else "none":
+            return key
+        raise InferenceServerError(f"{self}: {self.key_variable} is not set; set it to the API key")
 
 
 def check_vocabulary(teacher: Teacher, tokenizer: Any) -> None:
-    """Raise TeacherError unless each id is the same token for the student, whose tokenizer this is,
-    and for the teacher. The message names the first that is not.
-    """
+    """Raise InferenceServerError unless the teacher's vocabulary is that of this tokenizer."""
     from transformers import AutoTokenizer
 
+    problem = "its vocabulary is not the student's; take a teacher with the same tokenizer"
     try:
         theirs = AutoTokenizer.from_pretrained(teacher.model)
     except (OSError, ValueError) as error:
-        raise TeacherError(
-            f"{teacher}: no tokenizer can be loaded from model={teacher.model!r}: "
-            f"{' '.join(str(error).split())}; give the folder or the hub's name of its model"
-        ) from error
-    one, other = (
-        {number: token for token, number in getattr(t, "tokenizer", t).get_vocab().items()}
-        for t in (tokenizer, theirs)
-    )
-    if differing := dict(one.items() ^ other.items()):
-        number = min(differing)
-        raise TeacherError(
-            f"{teacher}: its vocabulary is not the student's: token id {number} "
-            f"is {other.get(number)!r} at the teacher and {one.get(number)!r} at the student; "
-            "take a teacher with the same tokenizer"
-        )
+        problem = f"model={teacher.model!r} has no tokenizer: {' '.join(str(error).split())}"
+        raise InferenceServerError(f"{teacher}: {problem}") from error
+    if theirs.get_vocab() != getattr(tokenizer, "tokenizer", tokenizer).get_vocab():
+        raise InferenceServerError(f"{teacher}: {problem}")
 
 
-class TeacherClient:
-    """Asks a teacher for logprobs. All methods run on one event loop.
+def logprobs_of(reply: Any, token_ids: list[int]) -> np.ndarray:
+    """Return the logprobs of a prompt's tokens from a reply of vLLM, (T,) float64; NaN for the
+    first one. Raises an error if the reply is of other tokens, or a logprob is no finite number.
+    """
+    entries = reply["choices"][0]["prompt_logprobs"][1:]
+    tokens = zip(token_ids[1:], entries, strict=True)
+    values = np.array([entry[str(token)]["logprob"] for token, entry in tokens], np.float64)
+    if len(wrong := values[~((values > LOWEST_LOGPROB) & (values <= 1e-3))]):
+        raise ValueError(f"the logprob of a token is {wrong[0]}")
+    return np.concatenate([[np.nan], values])
+
+
+def teacher_advantages(
+    samples: Sequence[Sample], teacher_logprobs: Sequence[np.ndarray], distill_coef: float
+) -> tuple[np.ndarray, float]:
+    """Compute what a teacher adds to the advantages of one rollout's tokens.
+
+    A_t = -distill_coef * (log mu_t - log pi_T,t), the reverse KL of each sampled token alone
+    (Thinking Machines, "On-policy distillation", 2025). Its expectation under the policy mu is the
+    gradient of KL(mu || pi_T) at this token, and later tokens do not count (discount 0). Tokens
+    that were not sampled, or that are not in the loss, get 0.
 
     Args:
-        teacher: the teacher.
-        min_model_len: tokens that a request may have; checked when the client opens.
-        is_own: it is the student's own server, at the policy that it has now. If that does not
-            answer, the trainer waits for it and requests the batch again, so nothing is asked twice
-            here: the server would answer with other weights.
+        samples: of the rollout. log mu are their `inference_logprobs`.
+        teacher_logprobs: for each sample (T,), log pi_T of its tokens; NaN is allowed where the
+            token was not sampled.
+        distill_coef: weight of the teacher.
+
+    Returns:
+        (sum of T,) float64, the advantages of one sample after the other; and the mean of
+        log mu_t - log pi_T,t over the sampled tokens in the loss, an estimate of KL(mu || pi_T).
+    """
+    is_scored = np.concatenate([s.loss_mask & (s.policy_versions >= 0) for s in samples])
+    ours = np.concatenate([s.inference_logprobs.astype(np.float64) for s in samples])
+    gap = np.where(is_scored, ours - np.concatenate(teacher_logprobs), 0.0)
+    return -distill_coef * gap, float(gap.sum()) / max(int(is_scored.sum()), 1)
+
+
+@dataclass(config=STRICT)
+class Distillation:
+    """A `requests.GroupScorer`: lets a teacher score the training rollouts of one environment.
+
+    Attributes:
+        teacher: None with "opsd": the policy itself, at its own server.
+        algorithm: "opd": the teacher's advantages are all, and rewards are only reported. "rl":
+            they are added to those of the rewards. "opsd": as "opd", by a teacher that reads the
+            hint first.
+        distill_coef: weight of the teacher.
+        hint: for "opsd": text with fields of the example in braces, "The answer is {answer}."
+
+    Raises:
+        pydantic.ValidationError: a value cannot work, is missing, or would have no effect.
     """
 
-    def __init__(self, teacher: Teacher, min_model_len: int = 0, is_own: bool = False) -> None:
-        self.teacher, self._min_model_len, self._is_own = teacher, min_model_len, is_own
-        self._what = f"{teacher} at {teacher.base_url}"
-        self._session: aiohttp.ClientSession | None = None
-        self._places: asyncio.Semaphore
-        self._model = ""  # what its server calls it
-        self._is_away = False
+    teacher: Teacher | None = None
+    algorithm: Algorithm = "opd"
+    distill_coef: PositiveNumber = 1.0
+    hint: str = ""
 
-    async def open(self) -> None:
-        """Wait until the teacher answers.
+    def __post_init__(self) -> None:
+        self.longest_wait_s = self.teacher.timeout_s if self.teacher is not None else 0.0
+        what = f"algorithm={self.algorithm!r}"
+        if bool(self.hint) != (self.algorithm == "opsd"):
+            raise ValueError(f"{what}, hint={self.hint!r}: 'opsd' needs a hint, others have none")
+        if self.algorithm != "opsd" and self.teacher is None:
+            raise ValueError(f"{what} needs a teacher; set teacher, or remove it")
+
+    def connect(self, options: Any, args: Any, example: Any) -> None:
+        """Learn of the run, and compare the teacher with it; see `requests.GroupScorer`.
 
         Raises:
-            TeacherError: it has not answered by its deadline, serves several models, or takes too
-                few tokens.
+            InvalidEnvironmentError: the teacher's logprobs and the student's cannot be compared.
+            InferenceServerError: the teacher has another vocabulary.
         """
-        key, host = self.teacher.key(), urlsplit(self.teacher.base_url).hostname
-        self._places = asyncio.Semaphore(self.teacher.max_concurrent)
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3),
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            trust_env=host not in LOOPBACK,  # a proxy set for the internet is not for this machine
-            # `_request` has the other half for another attempt: an answer can get lost on its way.
-            timeout=aiohttp.ClientTimeout(total=self.teacher.timeout_s / 2),
-        )
-        try:
-            if not self._is_own:
-                await self._learn_name()
-        except BaseException:
-            await self.close()
-            raise
+        self._options, self._example, problem = options, example, ""
+        plain = copy.copy(args)
+        plain.sampling_mask = False  # a teacher has no mask
+        changed = ["temperature"] * (args.temperature != 1.0)
+        changed += plain.sampling_changes_probabilities() + ["sampling_mask"] * args.sampling_mask
+        if changed:
+            problem = "a teacher's logprobs are those of temperature 1 without cuts, and "
+            problem += f"{', '.join(changed)} makes the student's others; remove it"
+        elif self.hint and example is None:
+            problem = "the fields of its examples, for the hint, are not known here; leave out "
+            problem += "python=..., or give an EnvRunner a method `async example(split, index)`"
+        elif self.teacher is None and len(args.servers()) > 1:
+            problem = "with several servers, the policy cannot be its own teacher; set teacher"
+        if problem:
+            what = f"environment {options.name!r}: algorithm={self.algorithm!r}"
+            raise InvalidEnvironmentError(f"{what}: {problem}")
+        own = ("policy", options.base_url, TOKEN_VARIABLE, args.generation_timeout)
+        self._model = self.teacher or Teacher(*own)
+        if self.teacher is not None and options.tokenizer is not None:
+            check_vocabulary(self.teacher, options.tokenizer)
 
-    async def _learn_name(self) -> None:
-        """Learn what its server calls it, from the models there and the tokens that they take."""
-        models = (await self._request("GET", "/v1/models")).get("data") or []
-        served = {str(model.get("id")): model.get("max_model_len") for model in models}
-        own = self.teacher.model
-        if own not in served and len(served) != 1:
-            raise TeacherError(
-                f"{self._what} serves {', '.join(served) or 'no model'}, not {own!r}; start it "
-                f"with --served-model-name {own}"
-            )
-        self._model = own if own in served else next(iter(served))
-        longest, needed = served[self._model], self._min_model_len
-        if longest is not None and longest < needed:
-            raise TeacherError(
-                f"{self._what} takes {longest} tokens at most, and needs {needed}: max_seq_len and "
-                f"one more; start it with --max-model-len {needed}"
-            )
+    async def open(self) -> None:
+        """Raises InferenceServerError if the variable of the teacher's key is not set."""
+        url = self._model.base_url
+        # A proxy that is set for the internet is not for this machine.
+        http = DefaultAsyncHttpxClient(trust_env=urlsplit(url).hostname not in LOOPBACK)
+        key, each_s = self._model.key(), self._model.timeout_s / 2  # an answer may get lost once
+        self._http = AsyncOpenAI(
+            base_url=f"{url}/v1", api_key=key, http_client=http, timeout=each_s, max_retries=0
+        )
+        self._places, self._is_away = asyncio.Semaphore(self._model.max_concurrent), False
 
     async def close(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        await self._http.close()
 
-    async def logprobs(self, token_ids: np.ndarray, model: str = "") -> np.ndarray:
-        """Return log pi_T of each token after those before it, (T,) float64; NaN for the first.
+    async def score(self, group: Sequence[Rollout], request: GroupRequest) -> None:
+        """Set `added_advantages` of each rollout, and its metrics `teacher_kl`, nats, and
+        `teacher_s`, seconds until the teacher's last reply.
+
+        Raises:
+            InferenceServerError: the teacher's answer is late or wrong.
+        """
+        hint = await self._hint_tokens(request.index) if self.hint else []
+        model = request.model if self.teacher is None else None
+        await asyncio.gather(*(self._score(r, model, hint) for r in group if r.samples))
+
+    async def _score(self, rollout: Rollout, model: str | None, hint: list[int]) -> None:
+        bos = getattr(self._options.tokenizer, "bos_token_id", None)
+
+        async def ask(token_ids: np.ndarray) -> np.ndarray:
+            # If the hint has the beginning of a text in front, the rollout's own is not read again.
+            num_left_out = int(bool(hint) and hint[0] == token_ids[0] == bos)
+            prompt = np.concatenate([np.array(hint, np.int64), token_ids[num_left_out:]])
+            logprobs = await self.logprobs(prompt, model)
+            return logprobs[len(hint) - num_left_out :]  # the first token is never in the loss
+
+        start, samples = time.monotonic(), rollout.samples
+        theirs = await asyncio.gather(*(ask(sample.token_ids) for sample in samples))
+        rollout.added_advantages, kl = teacher_advantages(samples, theirs, self.distill_coef)
+        rollout.metrics |= {"teacher_kl": kl, "teacher_s": time.monotonic() - start}
+        if self.algorithm != "rl":
+            rollout.set_advantage(0.0)  # the teacher's are added to these
+            rollout.has_own_advantages = True
+
+    async def logprobs(self, token_ids: np.ndarray, model: str | None = None) -> np.ndarray:
+        """Ask the teacher until it answers, up to its deadline.
+
+        The student's own server is asked once. If it does not answer, the trainer waits for it and
+        requests the batch again: later it would answer with other weights.
 
         Args:
             token_ids: (T,).
-            model: of the student's own server, the name by which requests reach the policy.
+            model: the name by which requests reach the model; None: the one that is served.
+
+        Returns:
+            log pi_T of each token after those before it, (T,) float64; NaN for the first.
 
         Raises:
-            TeacherError: no answer by the deadline, or one that does not fit the request.
+            InferenceServerError: no answer by the deadline, or one that does not fit the request.
             ServerLostError: the student's own server does not answer.
         """
-        ids = [int(token) for token in token_ids]
-        body = {"model": model if self._is_own else self._model, "prompt": ids, "max_tokens": 1}
-        body |= {"temperature": 1.0, "prompt_logprobs": 0}
+        body = {"model": model, "prompt": token_ids.tolist(), "prompt_logprobs": 0}
+        body |= {"max_tokens": 1, "temperature": 1.0}
+        loop, pause_s = asyncio.get_running_loop(), FIRST_PAUSE_S
         async with self._places:
-            reply = await self._request("POST", "/v1/completions", body)
+            deadline = loop.time() + self._model.timeout_s
+            while True:
+                try:
+                    reply: Any = await self._http.post("/completions", body=body, cast_to=object)
+                    break
+                except APIError as error:
+                    self._raise_unless_busy(error, deadline - loop.time() > pause_s)
+                await asyncio.sleep(pause_s)  # there is nothing to await
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        self._is_away = False
         try:
-            return await asyncio.to_thread(logprobs_of, reply, ids)
-        except (AttributeError, ValueError) as error:
-            raise TeacherError(
-                f"{self._what} does not answer as vLLM does: {error}; is it a vLLM server of "
-                f"{self.teacher.model!r}?"
-            ) from error
+            return await asyncio.to_thread(logprobs_of, reply, body["prompt"])
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            problem = f"does not answer as vLLM does: {error!r}; is it a vLLM server of its model?"
+            raise InferenceServerError(f"{self._model} {problem}") from error
 
-    async def _request(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
-        """Send a request until it is answered, up to the deadline. Return the reply."""
-        assert self._session is not None, "call open() first"
-        url, timeout_s = self.teacher.base_url + path, self.teacher.timeout_s
-        problem, pause_s = "nothing came back", FIRST_PAUSE_S
+    def _raise_unless_busy(self, error: APIError, has_time: bool) -> None:
+        """Raise what ends the wait for a teacher; else say once that there is one."""
+        status = getattr(error, "status_code", 503)
+        problem = " ".join(f"{getattr(error, 'status_code', '')} {error}".split())
+        if self.teacher is None and (status == 404 or status >= 500):  # 404: one that started anew
+            raise ServerLostError(f"{self._model}: {problem}") from error
+        if 400 <= status < 500 and status != 429:
+            hint = "is the model right, and its --max-model-len above max_seq_len, and the hint?"
+            if status in (401, 403):
+                hint = f"set key_variable to its key's variable ({TOKEN_VARIABLE} of a vf-vllm)"
+            raise InferenceServerError(f"{self._model} refuses: {problem}; {hint}") from error
+        limit = f"{self._model.timeout_s:g} s (timeout_s)"
+        if not has_time:
+            fix = "Start it again, correct its base_url, or raise its timeout_s; then resume"
+            raise InferenceServerError(f"{self._model}: no answer within {limit}: {problem}. {fix}")
+        if not self._is_away:
+            logger.warning("%s does not answer (%s); waiting up to %s", self._model, problem, limit)
+        self._is_away = True
+
+    async def _hint_tokens(self, index: int) -> list[int]:
+        """Return the privileged tokens that the teacher of "opsd" reads: a system message of its
+        own, in front of all tokens of the rollout, which stay as they are.
+        """
+        fields = dict(await self._example("train", index))
+        for key in ("task", "data", "row", "info"):  # where kinds of environments pack them
+            fields |= inner if isinstance(inner := fields.get(key), dict) else {}
         try:
-            async with asyncio.timeout(timeout_s):
-                while True:
-                    try:
-                        # No redirects: the key is for this server only.
-                        async with self._session.request(
-                            method, url, json=body, allow_redirects=False
-                        ) as answer:
-                            status, text = answer.status, await answer.text()
-                        problem = f"status {status}: {' '.join(text.split())[:300]}"
-                    except (aiohttp.ClientError, TimeoutError) as error:
-                        status, problem = 0, str(error) or type(error).__name__
-                    if status == 200:
-                        self._is_away = False
-                        return json.loads(text)
-                    if status and status < 500 and status != 429:
-                        raise self._refused(status, problem)
-                    if self._is_own and status != 429:
-                        raise ServerLostError(f"{self._what} does not answer: {problem}")
-                    if not self._is_away:
-                        self._is_away = True
-                        waits = f"waiting up to {timeout_s:g} s"
-                        logger.warning("%s does not answer (%s); %s", self._what, problem, waits)
-                    await asyncio.sleep(pause_s)  # there is nothing to await
-                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-        except TimeoutError as error:
-            kind = ServerLostError if self._is_own else TeacherError
-            raise kind(
-                f"{self._what} gave no answer within {timeout_s:g} s (timeout_s); at last: "
-                f"{problem}. Start it again, correct its base_url, or raise its timeout_s; then "
-                "resume the run"
-            ) from error
-        except ValueError as error:
-            raise TeacherError(f"{self._what}: {path}: no JSON: {error}") from error
-
-    def _refused(self, status: int, problem: str) -> InferenceServerError:
-        if self._is_own and status == 404:  # one that started anew does not know the adapter
-            return ServerLostError(f"{self._what}: {problem}")
-        hint = "; is the model right, and its --max-model-len above max_seq_len, and the hint?"
-        if status in (401, 403):
-            hint = "; set key_variable to the environment variable with its API key"
-            hint += f", or to {TOKEN_VARIABLE} for a vf-vllm"
-        if "prompt_logprobs" in problem:  # vf-vllm says what to do
-            hint = ""
-        return TeacherError(f"{self._what} refuses: {problem}{hint}")
-
-
-def logprobs_of(reply: dict[str, Any], token_ids: list[int]) -> np.ndarray:
-    """Return the logprobs of a prompt's tokens from a reply of vLLM, (T,) float64; NaN for the
-    first one.
-
-    Raises:
-        ValueError: the reply is of other tokens, or a logprob is missing or not finite.
-    """
-    found = (reply.get("choices") or [{}])[0].get("prompt_logprobs")
-    if not isinstance(found, list):
-        raise ValueError("the reply has no prompt_logprobs")
-    if len(found) != len(token_ids):
-        raise ValueError(f"{len(found)} prompt_logprobs for a prompt of {len(token_ids)} tokens")
-    values = [math.nan]
-    for token, entries in zip(token_ids[1:], found[1:], strict=True):
-        logprob = ((entries or {}).get(str(token)) or {}).get("logprob")
-        if not isinstance(logprob, int | float) or not LOWEST_LOGPROB < logprob <= 1e-3:
-            said = "is missing" if logprob is None else f"is {logprob}"
-            raise ValueError(f"the logprob of token {token} at position {len(values)} {said}")
-        values.append(logprob)
-    return np.array(values)
+            text = self.hint.format_map(fields)
+        except (KeyError, AttributeError, ValueError) as error:
+            known = f"an example has the fields {', '.join(sorted(map(str, fields)))}"
+            where = f"environment {self._options.name!r}: hint={self.hint!r}"
+            raise InvalidEnvironmentError(f"{where}: {error!r}; {known}") from error
+        renderer, message = Renderer(self._options.tokenizer), {"role": "system", "content": text}
+        return renderer.render([message], is_prompt=False, **self._options.chat_template_kwargs)
