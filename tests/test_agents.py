@@ -102,6 +102,12 @@ def test_a_program_that_fails_costs_its_rollout(run, text, said):
     assert said in str(error) and len(str(error)) < 2300
 
 
+def test_a_program_that_fails_for_a_full_context_is_cut(play, tmp_path):  # noqa: F811
+    text = "ask('first'); ask('x' * 9999)"
+    (rollout,), requests = play("yes", program(tmp_path, text))
+    assert rollout.is_truncated and len(requests) == len(rollout.samples) == 1
+
+
 def test_a_program_and_what_it_has_started_end_with_the_rollout(run, tmp_path):
     pids = tmp_path / "pids"
     tell = f"print({SLEEP}, os.getpid(), file=open({str(pids)!r}, 'a'))\n"

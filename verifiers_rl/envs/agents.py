@@ -43,6 +43,7 @@ from verifiers_rl.envs.dataset import (
     examples_of,
     parameters_from,
 )
+from verifiers_rl.envs.v1_client import CONTEXT
 from verifiers_rl.envs.v1_loading import load_v1_environment
 from verifiers_rl.process.loop_thread import run_contained
 
@@ -87,13 +88,21 @@ class AgentHarness(vf.Harness[AgentHarnessConfig]):
         given = {"base_url": endpoint, "api_key": secret, "model": ctx.model}
         if isinstance(data, AgentData):
             wanted = {name: given[name] for name in given.keys() & data.agent.keywords}
-            answer = await run_contained(call(partial(data.agent, **wanted)))
+            playing = run_contained(call(partial(data.agent, **wanted)))
         else:
             variables = {f"OPENAI_{name.upper()}": value for name, value in given.items()}
             variables["PATH"] = os.environ.get("PATH", os.defpath)
             variables["HOME"] = str(runtime.workdir)
-            row = data.model_dump(mode="json")
-            answer = await run_program(self.config.command, row, runtime.process_env(variables))
+            row, variables = data.model_dump(mode="json"), runtime.process_env(variables)
+            playing = run_program(self.config.command, row, variables)
+        try:
+            answer = await playing
+        except Exception:
+            refused = [one.error.message for one in trace.calls if one.error is not None]
+            if not any(CONTEXT in message for message in refused):
+                raise
+            answer = None
+            trace.stop("context_length")  # max_seq_len cuts the rollout, and it is trained
         if not trace.calls:
             raise HarnessError(
                 "the agent asked for no reply: it must send its chat completions to "
