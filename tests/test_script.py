@@ -142,11 +142,13 @@ while not os.path.exists(log) or "is up" not in open(log).read():
 def start(tmp_path):
     """Starts a vf-rl with this script."""
     make_tiny_model().save_pretrained(tmp_path / "model")
+    (tmp_path / "temporary").mkdir()
 
     def start(text):
         text = text.format(port=free_port(), model=tmp_path / "model")
         (tmp_path / "train.py").write_text(text)
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "VF_RL_TEST": str(tmp_path)}
+        environment["TMPDIR"] = str(tmp_path / "temporary")
         return subprocess.Popen(
             [sys.executable, "-u", "-c", VF_RL, "train.py"],
             cwd=tmp_path,
@@ -160,15 +162,15 @@ def start(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_server", [False, True])
-def test_ctrl_c_lets_the_script_save_and_ends_all(start, tmp_path, has_server):
+@pytest.mark.parametrize(("has_server", "number"), [(False, signal.SIGTERM), (True, signal.SIGINT)])
+def test_a_signal_lets_the_script_save_and_ends_all(start, tmp_path, has_server, number):
     process = start(ASKS * has_server + SAVING_TRAINER)
     read_until(process, "training")
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     output, error = process.communicate(timeout=60)
-    assert process.returncode == 130 and "Traceback" not in error
+    assert process.returncode == 128 + number and "Traceback" not in error
     assert output.splitlines()[-1] == "step 5 is saved"
-    assert processes_of(tmp_path) == {}
+    assert processes_of(tmp_path) == {} and not list((tmp_path / "temporary").iterdir())
 
 
 @pytest.mark.slow

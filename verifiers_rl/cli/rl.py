@@ -27,7 +27,7 @@ from verifiers_rl.cli.config import (
     parse_command_line,
     words_of,
 )
-from verifiers_rl.cli.ending import end_with
+from verifiers_rl.cli.ending import SAVE_GRACE_S, end_with, interrupt_by_signals
 from verifiers_rl.cli.errors import fail
 from verifiers_rl.cli.gpus import visible_gpus
 from verifiers_rl.cli.layers import load_leaf
@@ -79,9 +79,9 @@ def main() -> None:
         sys.exit(run())
     except (TomlError, RunFolderError) as error:
         fail(error)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         print("\nvf-rl: interrupted before the run started", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
+        sys.exit(128 + (interrupt.args or [signal.SIGINT])[0])
 
 
 def run() -> int:
@@ -166,6 +166,7 @@ def run_script(words: list[str]) -> int:
     path = Path(words[0])
     if not path.is_file():
         raise TomlError(f"{path}: there is no such script")
+    interrupt_by_signals()
     gpus = visible_gpus()
     gpus = gpus[1:] or gpus
     ranks = RunConfig.model_construct(trainer=TrainerTable(gpus=len(gpus)))
@@ -188,7 +189,7 @@ def run_script(words: list[str]) -> int:
             here = ThisMachine(config, plans, logs, lambda: script)
             return supervise(config, plans, here)
         finally:
-            script.stop()
+            script.stop(SAVE_GRACE_S)
 
 
 # --- A check --------------------------------------------------------------------------------------
