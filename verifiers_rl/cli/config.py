@@ -113,6 +113,7 @@ from verifiers_rl.option_rules import (
     Text,
     Texts,
     checkers,
+    did_you_mean,
     load_user_code,
     must,
     names_user_code,
@@ -311,7 +312,8 @@ class TrainConfig(Table):
 
     @classmethod
     def advise(cls, key: str, known: list[str]) -> str:
-        return nearest_hint(key, {*known, *flat.FLAT})
+        flags = ("resume", "overwrite", "dry_run", "check")
+        return did_you_mean(key, flags, nearest_hint(key, {*known, *flat.FLAT}))
 
     @property
     def layers(self) -> Layers:
