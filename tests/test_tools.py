@@ -1,6 +1,5 @@
 """Tools of verifiers.v1 that are called in this process, in place of MCP server processes."""
 
-import json
 import os
 import sys
 
@@ -23,9 +22,7 @@ def calls(*names_and_arguments):
     def say(prompt):
         done = prompt.count("<|tool|>")
         if done < len(names_and_arguments):
-            name, arguments = names_and_arguments[done]
-            is_text = isinstance(arguments, str)
-            return {"name": name, "arguments": arguments if is_text else json.dumps(arguments)}
+            return dict(zip(("name", "arguments"), names_and_arguments[done], strict=True))
         return prompt.split("<|tool|>")[-1].split("<|end|>")[0]
 
     return say
@@ -40,8 +37,8 @@ def test_a_rollout_has_a_toolset_of_its_own_which_is_set_up_and_closed(play):
     import many_tools
 
     many_tools.HAPPENED.clear()
-    notes = [("note", {"text": "1"}), ("own_note", {"text": "2"}), ("note", {"text": "3"})]
-    say = calls(*notes, ("own_count", {}), ("own_count", {}), ("own_asked", {}))
+    names = ("note", "own_note", "note", "own_count", "own_count", "own_asked")
+    say = calls(*((name, f'{{"text": "{n}"}}') for n, name in enumerate(names, 1)))
     numbers_of_all = []
     for rollout in play(say, load("many_tools"), index=1, num_rollouts=4)[0]:
         assert rollout.metrics["notes"] == 123
@@ -54,22 +51,22 @@ def test_a_rollout_has_a_toolset_of_its_own_which_is_set_up_and_closed(play):
 
 
 def test_a_tool_that_fails_answers_the_model(play):
-    wrong = [("own_fail", "[1]"), ("own_fail", "{"), ("own_halve", {})]
-    say = calls(("own_fail", {"what": "ab"}), ("own_fail", {"times": "x"}), *wrong)
+    say = calls(
+        ("own_fail", '{"what": "ab"}'), ("own_fail", '{"times": "x"}'), ("own_fail", "[1]"),
+        ("own_fail", "{"), ("own_halve", "{}"),
+    )  # fmt: skip
     (rollout,), _ = play(say, load("many_tools"))
-    assert tool_results(rollout)[0] == "Error executing tool fail: 'abab'"
+    first, *_, no_object, no_json, no_tool = tool_results(rollout)
+    assert first == "Error executing tool fail: 'abab'"
     assert "Field required" in rollout.completion and "valid integer" in rollout.completion
-    assert tool_results(rollout)[-3:] == [
-        "error: the arguments must be a JSON object, not [1]",
-        "error: the arguments must be a JSON object, not '{'",
-        "error: there is no tool 'own_halve'",
-    ]
+    assert no_object.endswith("must be a JSON object, not [1]") and no_json.endswith("not '{'")
+    assert no_tool == "error: there is no tool 'own_halve'"
 
 
 def test_a_tool_that_never_answers_or_ends_its_process_costs_the_rollout(play):
     env = load("many_tools", harness=v1.NULL | {"tool_timeout": 0.2})
     for name, said in (("own_hang", "did not answer within 0.2 s"), ("own_leave", "exit(3)")):
-        (rollout,), _ = play(calls((name, {})), env, fails=True)
+        (rollout,), _ = play(calls((name, "{}")), env, fails=True)
         assert said in str(rollout.error)
 
 
@@ -114,7 +111,7 @@ def test_only_tools_that_need_no_server_run_here(on_the_path):
 
 @pytest.mark.parametrize("in_process", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_tools_in_process_decides_whether_there_is_a_process(play, in_process):
-    say = calls(("double", {"x": 4}), ("process", {}))
+    say = calls(("double", '{"x": 4}'), ("process", "{}"))
     (rollout,), requests = play(say, load("glossary_like"), tools_in_process=in_process)
     doubled, process = tool_results(rollout)
     assert doubled == "8" and (process == str(os.getpid())) == in_process
@@ -136,6 +133,6 @@ def test_tools_may_be_defined_in_the_script_that_runs(play, monkeypatch):
 
     monkeypatch.setattr(Own, "__module__", "__main__")
     monkeypatch.setattr(sys.modules["__main__"], "Own", Own, raising=False)
-    play(calls(("own_count", {})), load("many_tools"))
+    play(calls(("own_count", "{}")), load("many_tools"))
     with pytest.raises(InvalidEnvironmentError, match="move Own into a file beside the script"):
         play(env=load("many_tools"), tools_in_process=False)

@@ -31,10 +31,7 @@ def runner_of(env, tokenizer=None, **options):
 
 
 def prompts(runner, positions, split="train"):
-    async def ask():
-        return [(await runner.task(split, at)).data.prompt for at in positions]
-
-    return asyncio.run(ask())
+    return [asyncio.run(runner.task(split, at)).data.prompt for at in positions]
 
 
 # --- In a script ----------------------------------------------------------------------------------
@@ -146,16 +143,13 @@ def test_an_id_a_taskset_and_a_toml_are_played_alike():
     assert runner.env.taskset is taskset
 
 
-def test_a_taskset_that_cannot_be_played_says_what_to_pass(monkeypatch):
+def test_a_module_that_exports_two_environments_is_refused(monkeypatch):
     import fix_it
 
     monkeypatch.setattr(fix_it, "Other", type("Other", (fix_it.FixItEnv,), {}), raising=False)
     monkeypatch.setattr(fix_it, "__all__", [*fix_it.__all__, "Other"])
     with pytest.raises(InvalidEnvironmentError, match=r"exports 2 Env .*FixItEnv.*Other"):
         runner_of("fix_it")
-    monkeypatch.setattr(vf.Taskset, "__init__", lambda self, config: None)
-    with pytest.raises(InvalidEnvironmentError, match=r"call super\(\).__init__\(config\)"):
-        runner_of(fix_it.FixItTaskset(None))
 
 
 # --- One default harness --------------------------------------------------------------------------
@@ -196,10 +190,9 @@ def test_a_tasksets_own_harness_stays_its_default(monkeypatch):
 
     monkeypatch.setattr(small_tasks, "StreamingHarness", StreamingHarness, raising=False)
     monkeypatch.setattr(small_tasks, "__all__", ["SmallTaskset", "StreamingHarness"])
-    for env in (toml(SMALL), small_tasks.SmallTaskset(small_tasks.SmallConfig())):
-        played = runner_of(env).env
-        assert type(played._harnesses["agent"]) is StreamingHarness
-        assert played.config.agent.runtime.type == "subprocess"
+    played = runner_of(toml(SMALL)).env
+    assert type(played._harnesses["agent"]) is StreamingHarness
+    assert played.config.agent.runtime.type == "subprocess"
 
 
 def test_an_environment_of_the_script_is_played_as_it_is():

@@ -191,6 +191,10 @@ def test_each_client_keeps_exact_tokens_versions_and_sampling_options(
         assert body["top_k"] == 7 and body["min_tokens"] == 1
     for rollout in rollouts:
         assert rollout.error is None and rollout.num_turns == 2 and rollout.reward == 3.0
+        record = json.loads(rollout.record)
+        assert [one["role"] for one in record["messages"]] == ["user", "assistant"] * 2
+        assert rollout.prompt == record["messages"][0]["content"] == "q1"
+        assert abs(record["begun_at"] - time.time()) < 60
         sampled, versions = [], []
         for sample in rollout.samples:
             sampled += sample.token_ids[sample.loss_mask].tolist()
@@ -206,15 +210,6 @@ def test_each_client_keeps_exact_tokens_versions_and_sampling_options(
         assert second[: len(first) + len(reply)] == first + reply
         whole = f"<|user|>q1<|end|><|assistant|>{text}<|end|><|user|>go on<|end|><|assistant|>"
         assert tokenizer.decode(second) == whole
-
-
-def test_a_group_is_scored_and_recorded(play):
-    rollouts, _ = play(make_env(lambda completion: len(completion[-1]["content"])))
-    for rollout in rollouts:
-        assert (rollout.reward, rollout.prompt, rollout.completion) == (2.0, "q1", "ok")
-    record = json.loads(rollout.record)
-    assert [message["content"] for message in record["messages"]] == ["q1", "ok"]
-    assert abs(record["begun_at"] - time.time()) < 60
 
 
 @pytest.mark.parametrize(
@@ -268,23 +263,19 @@ def test_max_seq_len_cuts_and_marks_as_truncated(play):
 # --- Examples -------------------------------------------------------------------------------------
 
 
-class WordTokenizer:
-    def apply_chat_template(self, messages, **kwargs):
-        return [0] * len(messages[-1]["content"])
+def load(env, tokenizer, **options):
+    options = {"max_seq_len": 64, **options}
+    return ClassicEnvironment(env, RunnerOptions("http://unused", tokenizer, **options))
 
 
-def load(env, **options):
-    options = {"tokenizer": WordTokenizer(), "max_seq_len": 64, **options}
-    return ClassicEnvironment(env, RunnerOptions("http://unused", **options))
-
-
-def test_overlong_prompts_are_left_out(caplog):
+@pytest.mark.parametrize("name, limit", [("max_prompt_len", 6), ("max_seq_len", 7)])
+def test_overlong_prompts_are_left_out(tokenizer, caplog, name, limit):
+    """The template adds three tokens, and a letter is one."""
     env = make_env(questions=["a", "abc", "abcdef"])
-    for name, limit in (("max_prompt_len", 3), ("max_seq_len", 4)):
-        assert load(env, **{name: limit}).sizes("train") == [2]
-        assert f"{name}={limit}" in caplog.messages[-1] and "1 prompts" in caplog.messages[-1]
+    assert load(env, tokenizer, **{name: limit}).sizes("train") == [2]
+    assert "1 prompts" in caplog.messages[-1] and f"{name}={limit}" in caplog.messages[-1]
     with pytest.raises(InvalidEnvironmentError, match=r"no example; \d had overlong"):
-        load(make_env(questions=["abcdef"]), max_prompt_len=3)
+        load(env, tokenizer, **{name: 3})
 
 
 def test_an_environment_that_cannot_be_loaded_is_one_error():
