@@ -1,10 +1,9 @@
 """Environments of verifiers.v1 from scripts, ids and TOMLs, and streams of tasks."""
 
 import asyncio
-import json
-import runpy
+import sys
 import tomllib
-from functools import partial
+from types import ModuleType
 
 import pytest
 import verifiers.v1 as vf
@@ -34,100 +33,6 @@ def prompts(runner, positions, split="train"):
     return [asyncio.run(runner.task(split, at)).data.prompt for at in positions]
 
 
-# --- In a script ----------------------------------------------------------------------------------
-
-SCRIPT = """
-import json
-import verifiers.v1 as vf
-from verifiers_rl import RLConfig
-from verifiers_rl.envs.make import make_runner
-
-
-class Config(vf.TasksetConfig):
-    num_tasks: int  # without a default
-
-
-class Task(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
-    @vf.reward
-    async def length(self, trace: vf.Trace) -> float:
-        return float(len(trace.last_reply))
-
-
-class Own(vf.Taskset[Task, Config]):
-    def __init__(self, config, word="own"):
-        super().__init__(config)
-        self.word = word
-
-    def load(self):
-        for i in range(self.config.num_tasks):
-            yield Task(vf.TaskData(idx=i, prompt=f"{self.word} {i}"), self.config.task)
-
-
-class Plain(vf.Taskset[Task]):
-    def load(self):
-        yield Task(vf.TaskData(idx=0, prompt="plain"), self.config.task)
-
-ENVIRONMENT
-
-def show(env):
-    args = RLConfig(output_dir="OUT", use_cpu=True, env_workers=0)
-    runner = make_runner(env, "http://unused", None, args).parts["train"][0].runner
-    task = asyncio.run(runner.task("train", 0))
-    return [task.data.prompt, type(runner.env).__name__, runner.sizes("train"),
-            [harness.id for harness in runner.env.config.agent_harnesses().values()]]
-
-import asyncio
-if __name__ == "__main__":
-    own = Own(Config(num_tasks=3), word="mine")
-    shown = [show(Plain(vf.TasksetConfig())), show(Plain(vf.TasksetConfig(id="plain"))), show(own)]
-    shown.append(show(Own(Config(id="train", num_tasks=2))))  # the script's own name
-    LAST
-    print(json.dumps(shown))
-else:
-    raise SystemExit("the script ran once more")
-"""
-OF_AN_ENVIRONMENT = """
-class PairConfig(vf.EnvConfig):
-    first: vf.AgentConfig = vf.AgentConfig()
-    second: vf.AgentConfig = vf.AgentConfig()
-
-
-class Pair(vf.Env[PairConfig]):
-    async def run(self, task, agents):
-        await agents.first.run(task)
-"""
-
-
-@pytest.fixture
-def run_script(tmp_path, monkeypatch, capsys):
-    """What a script as `__main__` printed. (Another process would import for half a minute.)"""
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-    def run(environment="", last=""):
-        script = SCRIPT.replace("ENVIRONMENT", environment).replace("LAST", last)
-        (tmp_path / "train.py").write_text(script.replace("OUT", str(tmp_path)))
-        runpy.run_path(str(tmp_path / "train.py"), run_name="__main__")
-        return capsys.readouterr().out.splitlines()
-
-    return run
-
-
-def test_tasksets_in_the_script_that_runs_are_played(run_script):
-    assert json.loads(run_script()[-1]) == [
-        [prompt, "SingleAgentEnv", [size], ["verifiers_rl"]]
-        # The third is this very one, not another of its class.
-        for prompt, size in (("plain", 1), ("plain", 1), ("mine 0", 3), ("own 0", 2))
-    ]
-    # An environment there plays them. With a config of its own it needs the id of a module that
-    # exports the taskset.
-    last = "__all__ = ['Plain']; config = PairConfig(taskset={'id': __name__})\n"
-    last += "    shown.append(show(Pair(config)))"
-    shown = json.loads(run_script(OF_AN_ENVIRONMENT, last)[-1])
-    assert [[name, harnesses] for _, name, _, harnesses in shown] == [
-        ["Pair", ["verifiers_rl", "verifiers_rl"]]
-    ] * 5
-
-
 # --- One meaning of an id -------------------------------------------------------------------------
 
 
@@ -141,6 +46,20 @@ def test_an_id_a_taskset_and_a_toml_are_played_alike():
         assert type(runner.env).__name__ == "FixItEnv" and runner.sizes("train") == [2]
         assert runner.sizes("eval") == [1 if env is from_toml else 2]
     assert runner.env.taskset is taskset
+
+
+def test_what_a_script_defines_is_played_together(monkeypatch):
+    """A script exports nothing by `__all__`."""
+    from fix_it import FixItEnv
+    from small_tasks import SmallConfig, SmallTaskset
+
+    monkeypatch.setitem(sys.modules, "script", script := ModuleType("script"))
+    script.Own = type("Own", (SmallTaskset,), {"__module__": "script"})
+    taskset = script.Own(SmallConfig(id="script"))
+    played = runner_of(taskset).env
+    assert type(played).__name__ == "SingleAgentEnv" and played.taskset is taskset
+    script.Plays = type("Plays", (FixItEnv,), {"__module__": "script"})
+    assert type(runner_of(taskset).env) is script.Plays
 
 
 def test_a_module_that_exports_two_environments_is_refused(monkeypatch):
@@ -228,13 +147,10 @@ def test_evaluations_of_a_stream_may_have_a_taskset_of_their_own():
 
 
 def test_streams_and_lists_mix_by_weight():
-    sizes = [ENDLESS, 4, ENDLESS]
-    order = partial(order_examples, sizes=sizes, weights=[1, 2, 1])
-    drawn = order(range(40))
+    drawn = order_examples(range(40), sizes=[ENDLESS, 4, ENDLESS], weights=[1, 2, 1])
     for first in (0, ENDLESS + 4):  # a stream's tasks, each once and in its order
         own = [index - first for index in drawn if first <= index < first + ENDLESS]
         assert own == [*range(len(own))] and 8 <= len(own) <= 12
-    assert order(range(20, 40)) == drawn[20:]
 
 
 def test_a_stream_keeps_few_tasks_in_memory_and_makes_each_once():
