@@ -49,9 +49,7 @@ from verifiers_rl.envs.workers import (
     WorkerError,
     WorkerPool,
     count_workers,
-    frame,
     pack_group,
-    receive,
     unpack_group,
 )
 from verifiers_rl.process.loop_thread import contain_tasks
@@ -82,9 +80,6 @@ def roll_out(env, tokenizer, tmp_path, use, say=lambda prompt: "yes", **options)
     return asyncio.run(asyncio.wait_for(main(), 120)), server.requests
 
 
-at = {question: index for index, question in enumerate(QUESTIONS)}
-
-
 def survive(tmp_path, use, num_workers=1, timeout_s=60.0, places=None, **trouble):
     """What `use(run, pool)` returns, where `run(question)` gives a group of two rollouts."""
 
@@ -94,7 +89,7 @@ def survive(tmp_path, use, num_workers=1, timeout_s=60.0, places=None, **trouble
         shared = places or Places(64)
 
         async def run(question, **fields):
-            request = make_request(at[question], 2, places=shared, **fields)
+            request = make_request(QUESTIONS.index(question), 2, places=shared, **fields)
             return await env.run_group(request)
 
         try:
@@ -404,12 +399,8 @@ def test_messages_keep_every_field_of_a_rollout():
     well.has_own_advantages, well.record = True, '{"messages": ["ß"]}'.encode()
     failed = Rollout(4, "q", error=ValueError("what"))
 
-    async def there_and_back():
-        reader = asyncio.StreamReader()
-        reader.feed_data(b"".join(frame(*pack_group([well, failed]))))
-        return unpack_group(*await receive(reader))
-
-    first, second = asyncio.run(there_and_back())
+    message, content = pack_group([well, failed])
+    first, second = unpack_group(json.loads(json.dumps(message)), content.tobytes())
     assert replace(first, samples=[]) == replace(well, samples=[])
     for sample, same in zip(first.samples, samples, strict=True):
         np.testing.assert_equal(values_of(sample), values_of(same))  # NaN is NaN

@@ -25,8 +25,7 @@ def toml(*lines):
 
 def runner_of(env, tokenizer=None, **options):
     args = RLConfig(env_workers=0, **options)
-    made = make_runner(env, "http://unused", tokenizer, args)
-    return made if isinstance(env, list) else only_runner(made)
+    return only_runner(make_runner(env, "http://unused", tokenizer, args))
 
 
 def prompts(runner, positions, split="train"):
