@@ -16,7 +16,7 @@ from tests.conftest import is_running, wait_until
 from tests.test_env_workers import roll_out
 from tests.test_environments_v1 import SECRETS, add_to_task, on_the_path, play  # noqa: F401
 from tests.test_environments_v1 import tokenizer as tokenizer
-from verifiers_rl import env_from_agent
+from verifiers_rl import WeightedEnv, env_from_agent
 from verifiers_rl.envs.agents import load_agent_environment
 from verifiers_rl.envs.base import InvalidEnvironmentError
 
@@ -89,11 +89,8 @@ def test_the_end_of_what_a_program_prints_is_kept(run):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (
-            "ask('?'); sys.exit('no' * 2000 + ' luck')",
-            "agent.py '{prompt}' ended with status 1: ",
-        ),
-        ("print('I am wise')", "the agent asked for no reply: it must send its chat completions"),
+        ("ask('?'); sys.exit('no' * 2000 + ' luck')", "agent.py '{prompt}' ended with status 1: "),
+        ("print('I am wise')", "the agent asked for no reply"),
         ("ask('?', n=2)", "HTTP Error 400"),
     ],
 )
@@ -117,11 +114,14 @@ def test_a_program_and_what_it_has_started_end_with_the_rollout(run, tmp_path):
     wait_until(lambda: not any(map(is_running, map(int, pids.read_text().split()))), 10)
 
 
-def test_what_a_program_asks_for_does_not_change_how_it_is_sampled(run):
+def test_what_a_program_asks_for_does_not_change_how_it_is_sampled(run, caplog):
     own = "temperature=0.1, top_p=0.2, top_k=3, seed=4, max_tokens=2, max_completion_tokens=99"
     *_, ((body, _),) = run(f"ask('?', {own})", temperature=0.7, max_tokens=50)
     given = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "max_tokens": 50, "model": "m"}
     assert body | given == body and not {"seed", "max_completion_tokens"} & {*body}
+    assert "samples with" not in caplog.text
+    run("ask('?', response_format={'type': 'json_object'})")
+    assert "samples with response_format={'type': 'json_object'}" in caplog.text
 
 
 ROWS = [{"prompt": "start", "answer": "no", "unused": object()}]
@@ -159,13 +159,12 @@ def test_a_function_asks_in_any_order_and_branches_become_samples(play, tokenize
 
 async def call_a_tool(prompt, base_url, api_key):
     messages = [{"role": "user", "content": prompt}]
-    tools = [{"type": "function", "function": {"name": "double"}}]
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        ask = partial(client.chat.completions.create, model="m", tools=tools, messages=messages)
+        ask = partial(client.chat.completions.create, model="m", messages=messages)
         message = (await ask()).choices[0].message
-        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "8"}
-        messages += [message, result]
-        return (await ask()).choices[0].message.content
+        call_id = message.tool_calls[0].id
+        messages += [message, {"role": "tool", "tool_call_id": call_id, "content": "8"}]
+        await ask()  # the last reply is the answer
 
 
 def test_tool_calls_of_an_async_function_are_one_sample(play):  # noqa: F811
@@ -179,20 +178,20 @@ def leave(answer, **values):
     client_of(values).create(model="m", messages=[{"role": "user", "content": "?"}])
     if answer == "exit":
         exit()
-    if answer == "end":
-        next(iter(()))
+    next(iter(answer))
 
 
 def test_agents_play_in_rollout_workers(tmp_path, tokenizer, on_the_path):  # noqa: F811
-    async def all_three(run, runner):
-        return [*await run(0), *await run(1), *await run(2)]
+    async def of_each(run, runner):
+        return [(await run(number))[0] for number in range(4)]
 
-    rows = [{"prompt": "start", "answer": answer} for answer in ("no", "exit", "end")]
-    agents = (program(tmp_path, "print(ask('?'))"), env_from_agent(rows, len_of, leave))
-    for env in agents:
-        rollouts, _ = roll_out(env, tokenizer, tmp_path, all_three)
-        assert [rollout.reward for rollout in rollouts[:2]] == [3.0] * 2
-    assert "SystemExit" in str(rollouts[2].error) and "StopIteration" in str(rollouts[4].error)
+    rows = [{"prompt": "start", "answer": answer} for answer in ("no", "exit", "")]
+    function = env_from_agent(rows, len_of, leave)
+    prints = program(tmp_path, "print(ask('?'))")
+    agents = [WeightedEnv(function, "function"), WeightedEnv(prints, "program")]
+    (well, exits, ends, of_program), _ = roll_out(agents, tokenizer, tmp_path, of_each)
+    assert well.reward == of_program.reward == 3.0
+    assert "SystemExit" in str(exits.error) and "StopIteration" in str(ends.error)
 
 
 def test_columns_that_there_are_not_are_named_at_the_start(tmp_path):

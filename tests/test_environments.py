@@ -15,63 +15,51 @@ from verifiers_rl.report.means import batch_metrics, evaluation_metrics
 from verifiers_rl.types import Rollout
 
 
-def scored(env, reward, score=None):
-    """A rollout of two turns; without a reward, one that failed."""
-    metrics = {} if score is None else {"score": score}
-    rollout = Rollout(0, "p", env=env, num_turns=2, samples=make_samples(1), metrics=metrics)
-    rollout.reward, rollout.error = (math.nan, ValueError()) if reward is None else (reward, None)
-    return rollout
+def scored(env, *rewards, score=0.5, num_samples=1):
+    """A group of rollouts of two turns. One with the reward NaN has failed."""
+    return [
+        Rollout(
+            0, "p", env=env, num_turns=2, samples=make_samples(num_samples), reward=reward,
+            metrics={"score": score}, error=ValueError() if math.isnan(reward) else None,
+        )
+        for reward in rewards
+    ]  # fmt: skip
 
 
 def test_a_group_that_failed_is_not_uniform():
-    failed, mixed, alike = (
-        [scored("a", reward) for reward in rewards]
-        for rewards in ((None, None), (0.0, 1.0), (1.0, 1.0))
-    )
-    assert batch_metrics([failed, mixed])["uniform_group_share"] == 0
-    assert batch_metrics([failed, mixed, alike])["uniform_group_share"] == 0.5
+    groups = [scored("a", math.nan, math.nan), scored("a", 0.0, 1.0)]
+    assert batch_metrics(groups)["uniform_group_share"] == 0
+    assert batch_metrics([*groups, scored("a", 1.0, 1.0)])["uniform_group_share"] == 0.5
 
 
 def test_metrics_of_several_environments_are_kept_apart():
-    groups = [
-        [scored("a", 1.0, 0.5), scored("a", 0.0, 0.7)],
-        [scored("b", 4.0), scored("b", None)],
-    ]
+    groups = [scored("a", 1.0, 0.0), scored("b", 4.0, math.nan, score=0.7)]
     metrics = batch_metrics(groups)
     assert (metrics["reward"], metrics["a/reward"], metrics["b/reward"]) == (5 / 3, 0.5, 4.0)
-    assert metrics["a/score"] == pytest.approx(0.6) and "b/score" not in metrics
+    assert (metrics["a/score"], metrics["b/score"]) == pytest.approx((0.5, 0.7))
     assert (metrics["error_share"], metrics["b/error_share"]) == (0.25, 0.5)
     assert metrics["a/group_share"] == 0.5 and metrics["broken_turn_share"] == 0.0
     evaluated = evaluation_metrics(groups)
     assert (evaluated["reward"], evaluated["b/reward"]) == (1.25, 2.0)
-    assert evaluated["a/score"] == pytest.approx(0.6) and "score" not in evaluated
     # Two samples of two turns: each second turn started anew.
-    groups[0][0].samples = make_samples(2)
-    assert batch_metrics(groups)["broken_turn_share"] == pytest.approx(1 / 3)
-    alone = batch_metrics(groups[:1])
-    assert alone["a/score"] == pytest.approx(0.6) and "a/reward" not in alone
+    alone = batch_metrics([scored("a", 1.0, num_samples=2)])
+    assert alone["broken_turn_share"] == 1.0
+    assert alone["a/score"] == 0.5 and "a/reward" not in alone
 
 
 def test_a_runner_of_ones_own_is_run_as_it_is():
-    async def nothing(*args): ...
-
-    own = SimpleNamespace(
-        weights=[1.0], sizes=lambda split: [2], open=nothing, close=nothing, run_group=nothing
-    )
-    args, said = RLConfig(), []
+    args, said, own = RLConfig(), [], StubRunner()
     assert only_runner(make_runner(own, "http://unused", None, args, said.append)) is own
-    assert said == [
-        "environment runs in a thread of the trainer, which makes both slower: "
-        "SimpleNamespace has no method `recipe`"
-    ]
-    mix = [WeightedEnv(own, "mine", 3.0), WeightedEnv(SimpleNamespace(**vars(own)), "other")]
-    mix[1].env.weights, mix[1].env.sizes = [1.0, 3.0], lambda split: [2, 5]
+    (line,) = said
+    assert "in a thread of the trainer" in line and "StubRunner has no method `recipe`" in line
+    several = StubRunner()
+    several.weights, several.sizes = [1.0, 3.0], lambda split: [2, 5]
+    mix = [WeightedEnv(own, "mine", 3.0), WeightedEnv(several, "other")]
     mixed = make_runner(mix, "http://unused", None, args)
-    assert (mixed.weights, mixed.sizes("train")) == ([3.0, 0.25, 0.75], [2, 2, 5])
-    del own.open, own.weights
-    message = "environment 'env': SimpleNamespace has no weights, open; requests.EnvRunner"
-    with pytest.raises(InvalidEnvironmentError, match=message):
-        make_runner(own, "http://unused", None, args)
+    assert (mixed.weights, mixed.sizes("train")) == ([3.0, 0.25, 0.75], [10, 2, 5])
+    lacking = SimpleNamespace(run_group=own.run_group, sizes=own.sizes, close=own.close)
+    with pytest.raises(InvalidEnvironmentError, match="SimpleNamespace has no weights, open"):
+        make_runner(lacking, "http://unused", None, args)
 
 
 @pytest.mark.parametrize(
@@ -79,8 +67,8 @@ def test_a_runner_of_ones_own_is_run_as_it_is():
     [
         ([("a", {"only": "eval"})], "no environment is for training"),
         ([("a", {}), ("a", {"only": "eval"})], "two environments are named 'a'"),
-        ([("e", {"only": "test"})], "'e': only='test': must be 'train' or 'eval'"),
-        ([("e", {"eval_examples": 0})], "'e': eval_examples=0: must be greater than or equal to 1"),
+        ([("e", {"only": "test"})], "'e': only='test'"),
+        ([("e", {"eval_examples": 0})], "'e': eval_examples=0"),
     ],
 )
 def test_environments_that_contradict_each_other_are_refused(parts, said):
@@ -90,24 +78,23 @@ def test_environments_that_contradict_each_other_are_refused(parts, said):
         )
 
 
-@pytest.mark.parametrize("env", [3, None, {"id": "e"}])
-def test_what_is_no_environment_is_refused(env):
-    args = RLConfig()
-    with pytest.raises(InvalidEnvironmentError, match=r"expected an Env or a Taskset .* got"):
-        make_runner(env, "http://unused", None, args)
-
-
-def test_an_option_of_classic_environments_is_refused():
-    args = RLConfig(client_type="renderer")
-    with pytest.raises(InvalidEnvironmentError, match="leave client_type out"):
-        make_runner(env_from(["a"], lambda completion: 1.0), "http://unused", None, args)
+@pytest.mark.parametrize(
+    "env, options, said",
+    [
+        (3, {}, "expected an Env or a Taskset .* got int"),
+        ({"id": "e"}, {}, "expected an Env or a Taskset .* got dict"),
+        # An option of classic environments.
+        (env_from(["a"], lambda completion: 1.0), {"client_type": "renderer"}, "leave client_type"),
+    ],
+)
+def test_what_is_no_environment_is_refused(env, options, said):
+    with pytest.raises(InvalidEnvironmentError, match=said):
+        make_runner(env, "http://unused", None, RLConfig(**options))
 
 
 def test_a_classic_environment_in_this_python_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "old_one.py").write_text("def load_environment():\n    ...\n")
-    with pytest.raises(InvalidEnvironmentError) as caught:
+    said = "id='old-one' is a classic environment.*'verifiers>=0.3.1,<0.4'.* set python ="
+    with pytest.raises(InvalidEnvironmentError, match=said):
         EnvTable(id="old-one").load(tmp_path)
-    said = str(caught.value)
-    assert "id='old-one' is a classic environment" in said
-    assert "'verifiers>=0.3.1,<0.4' 'renderers==0.1.10' 'openai<3', and set python =" in said

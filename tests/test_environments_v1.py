@@ -19,18 +19,16 @@ import pytest
 import verifiers.v1 as vf
 from aiohttp import web
 
-from tests.helpers import load_example, make_request, only_runner, values_of
+from tests.helpers import load_example, make_request, values_of
 from tests.serving import chat_reply, serving
 from verifiers_rl import RLConfig, WeightedEnv
 from verifiers_rl.advantages import center_on_group_mean, of_rewards, set_advantages
 from verifiers_rl.data import GroupFilter
 from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
 from verifiers_rl.envs.make import make_runner
-from verifiers_rl.envs.records import text_of
 from verifiers_rl.envs.v1 import V1Environment, samples_from_trace
 from verifiers_rl.envs.v1_client import AssistantMessage
 from verifiers_rl.envs.v1_loading import load_v1_environment
-from verifiers_rl.envs.workers import pack_group, unpack_group
 from verifiers_rl.inference.packed_tokens import pack_sampled, unpack_ids
 from verifiers_rl.inference.rollout_client import ServerClient
 from verifiers_rl.report.means import batch_metrics
@@ -71,11 +69,6 @@ def with_user(taskset="small_tasks"):
     return load(taskset, harness=None, id="user_env")
 
 
-def with_program():
-    """Its harness sends requests of its own over HTTP."""
-    return load(harness={"id": "streaming_harness"}, agent={"runtime": {"type": "subprocess"}})
-
-
 @pytest.fixture
 def add_to_task(monkeypatch):
     """Gives the task of small_tasks.py one more method."""
@@ -94,21 +87,18 @@ class Server:
     async def answer(self, request):
         body = await request.json()
         body["tokens"] = unpack_ids(body["tokens"]).tolist()
-        said = self.say(self.tokenizer.decode(body["tokens"]))
-        text = said if isinstance(said, str) else f"<tool_call>{json.dumps(said)}"
+        text, finish, calls = self.say(self.tokenizer.decode(body["tokens"])), "stop", []
+        version = len(self.requests)
+        if not isinstance(text, str):
+            calls = [{"id": f"call-{version}", "type": "function", "function": text}]
+            text, finish = f"<tool_call>{json.dumps(text)}", "tool_calls"
         tokens = [*self.tokenizer(text, add_special_tokens=False).input_ids]
-        finish = "stop"
         if len(tokens) >= body["max_tokens"]:
             tokens, finish = tokens[: body["max_tokens"]], "length"
             text = self.tokenizer.decode(tokens)
         else:
             tokens.append(self.tokenizer.eos_token_id)
-        version = len(self.requests)
         self.requests.append((body, tokens))
-        calls = []
-        if not isinstance(said, str):
-            calls = [{"id": f"call-{version}", "type": "function", "function": said}]
-            text, finish = None, "tool_calls"
         mask = None
         if body.get("sampling_mask"):  # each token and the one after it; any, for even ones
             counts = np.array([2 * (t % 2) for t in tokens])
@@ -117,8 +107,9 @@ class Server:
         num_rows = len(body["tokens"]) + len(tokens) - 1
         np.save(experts, np.full((num_rows, 1, 2), version, np.uint8))
         encoded = base64.b64encode(experts.getvalue()).decode()
+        of_message = {"refusal": None, "tool_calls": calls}
         reply = chat_reply(
-            text, finish, {"refusal": None, "tool_calls": calls}, logprobs={"content": []},
+            None if calls else text, finish, of_message, logprobs={"content": []},
             routed_experts=encoded,
         )  # fmt: skip
         packed = pack_sampled(tokens, np.array([-0.1 * (t % 7) for t in tokens]), mask)
@@ -204,108 +195,76 @@ def check_tokens(rollouts, requests):
 
 
 def test_a_taskset_is_played_by_one_agent(play, tokenizer):
-    system = [{"role": "system", "content": "be brief"}]
-    for index, head in ((0, []), (2, system)):
-        rollouts, requests = play(index=index, num_rollouts=2)
-        question = f"question {index}"
-        for rollout in rollouts:
-            assert (rollout.reward, rollout.prompt, rollout.num_turns) == (3.0, question, 1)
-            assert rollout.metrics == {"length": 3.0, "tools_called": 0.0}
-            assert not rollout.is_truncated and rollout.generation_s > 0
-            assert rollout.completion == "yes"
-        body, _ = requests[0]
-        assert body["tokens"] == tokenizer.apply_chat_template(
-            [*head, {"role": "user", "content": question}],
-            add_generation_prompt=True,
-            return_dict=False,
-        )
-        assert body["return_token_ids"] is True and body["logprobs"] is True
-        assert (body["max_tokens"], body["temperature"], body["top_k"]) == (200, 0.7, -1)
+    rollouts, requests = play(index=2, num_rollouts=2)
+    for rollout in rollouts:
+        assert (rollout.reward, rollout.prompt, rollout.completion) == (3.0, "question 2", "yes")
+        assert rollout.metrics == {"length": 3.0, "tools_called": 0.0}
+        assert rollout.num_turns == 1 and not rollout.is_truncated and rollout.generation_s > 0
+    body, _ = requests[0]
+    text = "<|system|>be brief<|end|><|user|>question 2<|end|><|assistant|>"
+    assert tokenizer.decode(body["tokens"]) == text
+    assert body["return_token_ids"] is True and body["logprobs"] is True
 
 
 def test_advantages_that_a_trace_carries_are_those_of_its_tokens(play, add_to_task):
     @add_to_task
     @vf.reward
     async def grade(self, trace: vf.Trace) -> float:
-        for node in trace.nodes:
-            if node.sampled and self.data.idx == 0:
-                node.advantages = [0.5 + at for at in range(len(node.logprobs))]
+        trace.nodes[-1].advantages = [0.5 + at for at in range(len(trace.nodes[-1].logprobs))]
         return 1.0
 
-    (rollout,), requests = play()
-    assert rollout.has_own_advantages
+    (rollout,), ((_, sampled),) = play()
     (sample,) = rollout.samples
-    num_sampled = len(requests[0][1])
-    given = [0.5 + at for at in range(num_sampled)]
-    prompt = [0.0] * (len(sample.token_ids) - num_sampled)
-    assert sample.advantages.tolist() == prompt + given
-    assert rollout.advantage == pytest.approx(sum(given) / num_sampled)
-    (plain,), _ = play(index=1)
-    assert not plain.has_own_advantages
+    given = [0.5 + at for at in range(len(sampled))]
+    assert rollout.has_own_advantages and sample.advantages[sample.loss_mask].tolist() == given
+    assert rollout.advantage == pytest.approx(sum(given) / len(sampled))
 
 
 def test_the_record_of_a_rollout_has_its_turns_tool_calls_and_times(play):
-    began = time.time()
     env = load("tool_tasks", agent={"max_turns": 3})
     (rollout,), requests = play(lambda p: "it is 8" if "<|tool|>8<|end|>" in p else CALL, env)
+    assert '[double({"x":4})]' in rollout.completion
     record = json.loads(rollout.record)
-    asked, call, result, said = record["messages"][-4:]
+    turns, messages = record["turns"], record["messages"]
+    _, call, result, said = messages
+    assert [m["role"] for m in messages] == ["user", "assistant", "tool", "assistant"]
     (made,) = call["tool_calls"]
-    assert made["function"] == CALL
-    assert (result["role"], result["content"]) == ("tool", "8")
-    assert result["tool_call_id"] == made["id"]
-    assert (asked["role"], said["content"]) == ("user", "it is 8")
-    assert [record["messages"][turn["message"]] for turn in record["turns"]] == [call, said]
-    assert began <= record["begun_at"] <= time.time()
-    times = [turn[name] for turn in record["turns"] for name in ("begin_s", "end_s")]
+    assert (made["function"], made["id"]) == (CALL, result["tool_call_id"])
+    assert (result["content"], said["content"]) == ("8", "it is 8")
+    assert [messages[turn["message"]] for turn in turns] == [call, said]
+    assert abs(time.time() - record["begun_at"]) < 60
+    times = [turn[name] for turn in turns for name in ("begin_s", "end_s")]
     assert times == sorted(times) and times[0] >= 0 and times[-1] < 60
-    for turn, (body, tokens), version in zip(record["turns"], requests, (0, 1), strict=True):
-        assert turn["num_prompt_tokens"] == len(body["tokens"])
-        assert turn["num_sampled_tokens"] == len(tokens)
-        assert turn["policy_version"] == version
-    assert [turn["finish_reason"] for turn in record["turns"]] == ["tool_calls", "stop"]
-    assert "other_branches" not in record
-    # What it costs: the text, and some hundred bytes a turn. Nothing a token.
-    assert len(rollout.record) < 1500
+    counts = [(turn["num_prompt_tokens"], turn["num_sampled_tokens"]) for turn in turns]
+    assert counts == [(len(body["tokens"]), len(tokens)) for body, tokens in requests]
+    assert [turn["policy_version"] for turn in turns] == [0, 1]
+    assert [turn["finish_reason"] for turn in turns] == ["tool_calls", "stop"]
 
 
-def test_an_error_of_the_environment_costs_its_episode_whose_record_has_what_was_said(play):
+def test_an_error_costs_its_episode_whose_record_has_what_was_said(play):
     (rollout,), _ = play(index=3, fails=True)
     assert "no answer key" in str(rollout.error)
     assert "small_tasks.py" in rollout.error.__notes__[0]
     messages = json.loads(rollout.record)["messages"]
     assert [message["content"] for message in messages] == ["question 3", "yes"]
 
-
-def test_errors_of_the_server_reach_the_rollout(play):
-    def say(prompt):
+    def refuse(prompt):
         raise web.HTTPBadRequest(text="no such model")
 
-    (rollout,), _ = play(say, fails=True)
+    (rollout,), _ = play(refuse, fails=True)
     assert str(rollout.error) == "ProviderError: no such model"
 
 
-def test_an_agent_that_runs_out_of_its_time_is_an_error(play, monkeypatch):
-    monkeypatch.setattr(ServerClient, "post", lambda *args, **kwargs: asyncio.sleep(10))
-    (rollout,), requests = play(env=load(agent={"timeout": {"rollout": 0.3}}), fails=True)
-    assert not requests and "ran out of its own time" in str(rollout.error)
-
-
-def test_an_environments_own_timeout_is_not_taken_for_generation_timeout(tokenizer, tmp_path):
+def test_a_timeout_of_the_environment_is_not_taken_for_generation_timeout(play, monkeypatch):
     async def late(slot, context):
         raise TimeoutError("the database did not answer")
 
-    args = RLConfig(output_dir=str(tmp_path), env_workers=0)
-    runner = only_runner(make_runner(load(), "http://unused", tokenizer, args))
-    for outcome, said in (
-        (late, "the database did not answer"),
-        (lambda *_: asyncio.sleep(9), "0.05 s"),
-    ):
-        runner.env.run_slot = outcome
-        request = make_request(sampling_args={"temperature": 1.0}, timeout_s=0.05)
-        (rollout,) = asyncio.run(runner.run_group(request))
-        assert isinstance(rollout.error, TimeoutError) and said in str(rollout.error)
-        assert ("generation_timeout" in str(rollout.error)) == (said == "0.05 s")
+    raises, waits = load(), load(agent={"timeout": {"rollout": 0.3}})
+    monkeypatch.setattr(raises, "run_slot", late)
+    monkeypatch.setattr(ServerClient, "post", lambda *args, **kwargs: asyncio.sleep(10))
+    for env, said in ((raises, "the database did not answer"), (waits, "ran out of its own time")):
+        (rollout,), _ = play(env=env, fails=True)
+        assert said in str(rollout.error) and "generation_timeout" not in str(rollout.error)
 
 
 def test_an_environment_that_does_not_start_in_time_is_one_error(play, monkeypatch):
@@ -315,36 +274,6 @@ def test_an_environment_that_does_not_start_in_time_is_one_error(play, monkeypat
     monkeypatch.setattr(many_tools.Pad, "setup", lambda self: asyncio.sleep(0.5))
     with pytest.raises(InvalidEnvironmentError, match="not ready within"):
         play(env=load("many_tools"), generation_timeout=0.05)
-
-
-def test_a_program_that_asks_for_a_stream_is_trained(play, monkeypatch, caplog):
-    import streaming_harness
-
-    ((body, _),) = play(env=with_program())[1]
-    assert body["max_tokens"] == 200 and not {"stream", "max_completion_tokens"} & body.keys()
-    assert "samples with" not in caplog.text
-    monkeypatch.setattr(streaming_harness, "EXTRA", {"response_format": {"type": "json_object"}})
-    play(env=with_program())
-    assert "samples with response_format={'type': 'json_object'}" in caplog.text
-
-
-def test_a_tool_call_that_the_taskset_refuses_is_not_made(play, add_to_task):
-    @add_to_task
-    @vf.intercept
-    async def refuse(self, request: vf.Request) -> vf.Request | None:
-        *before, last = request.messages
-        if not isinstance(last, vf.ToolMessage):
-            return None
-        refused = last.model_copy(update={"content": "not today"})
-        return request.model_copy(update={"messages": [*before, refused]})
-
-    (rollout,), _ = play(lambda p: "fine" if "not today" in p else CALL, load("tool_tasks"))
-    assert rollout.num_turns == 2 and "tool: not today" in rollout.completion
-
-
-def test_an_agent_that_calls_on_and_on_is_ended_without_an_error(play):
-    (rollout,), requests = play(CALL, load("tool_tasks", agent={"max_turns": 3}))
-    assert rollout.num_turns == len(requests) == 3
 
 
 def test_tool_servers_import_a_taskset_that_is_beside_a_script(tokenizer, monkeypatch):
@@ -362,23 +291,15 @@ def think(prompt):
 
 
 def test_turns_with_a_user_are_one_sample_though_the_template_drops_thinking(play, tokenizer):
-    (rollout,), _ = play(think, with_user())
-    assert rollout.num_turns == 3
-    start = "assistant: <think>hm</think>1\nuser: and? 18\nassistant: "
-    assert rollout.completion.startswith(start)
+    """Allowed tokens and experts are those of the turn that computed a token."""
+    options = {"top_k": 9, "router_replay": True, "sampling_mask": True}
+    (rollout,), requests = play(think, with_user(), **options)
     (sample,) = rollout.samples
     assert tokenizer.decode(sample.token_ids) == (
         "<|user|>question 0<|end|><|assistant|><think>hm</think>1<|end|>"
         "<|user|>and? 18<|end|><|assistant|><think>hm</think>2<|end|>"
         "<|user|>more? 18<|end|><|assistant|><think>hm</think>3<|end|>"
     )
-    assert set(sample.policy_versions[sample.loss_mask]) == {0, 1, 2}
-
-
-def test_allowed_tokens_and_experts_are_those_of_the_turn_that_computed_a_token(play):
-    options = {"top_k": 9, "router_replay": True, "sampling_mask": True}
-    (rollout,), requests = play(think, with_user(), **options)
-    (sample,) = rollout.samples
     is_odd = sample.loss_mask & (sample.token_ids % 2 == 1)
     allowed = np.where(is_odd[:, None], sample.token_ids[:, None] + [0, 1], -1)
     assert sample.extras["allowed_tokens"].tolist() == allowed.tolist()
@@ -386,8 +307,6 @@ def test_allowed_tokens_and_experts_are_those_of_the_turn_that_computed_a_token(
     ends = [0, *(len(body["tokens"]) + len(tokens) - 1 for body, tokens in requests)]
     turns = [*np.repeat([0, 1, 2], np.diff(ends)), -1]
     assert sample.extras["routed_experts"].tolist() == [[[turn, turn]] for turn in turns]
-    (plain,), _ = play(think, with_user())
-    assert not plain.samples[0].extras
 
 
 def test_an_empty_reply_is_trained_on(play, tokenizer):
@@ -403,21 +322,20 @@ def test_after_a_cut_reply_the_prompt_is_rendered_anew(play, tokenizer, text, nu
     (rollout,), requests = play(text, with_user(), max_tokens=limit)
     assert rollout.is_truncated and rollout.num_turns == 3
     assert len(rollout.samples) == num_samples
-    history = [{"role": "user", "content": "question 0"}, {"role": "assistant", "content": text}]
-    history.append({"role": "user", "content": f"and? {limit}"})
-    second = tokenizer.apply_chat_template(history, add_generation_prompt=True, return_dict=False)
-    assert requests[1][0]["tokens"] == second
+    kept = text.split("</think>")[-1]
+    second = f"<|user|>question 0<|end|><|assistant|>{kept}<|end|><|user|>and? {limit}<|end|>"
+    assert tokenizer.decode(requests[1][0]["tokens"]) == f"{second}<|assistant|>"
 
 
-def test_a_truncation_of_any_turn_counts(play):
+def test_a_truncation_of_any_turn_counts_and_an_end_by_max_turns_does_not(play):
     (rollout,), _ = play(lambda p: "ok" if "and?" in p else "x" * 50, with_user(), max_tokens=40)
     assert rollout.is_truncated and rollout.num_turns == 3
+    (rollout,), _ = play(CALL, load("tool_tasks", agent={"max_turns": 3}))
+    assert not rollout.is_truncated and rollout.num_turns == 3
 
 
 def test_environment_tokens_can_be_trained_too(play):
     (rollout,), requests = play(think, with_user(), mask_env_responses=False, trains_all=False)
-    record = json.loads(rollout.record)
-    assert len(record["messages"]) > 3 and len(record["turns"]) == rollout.num_turns > 1
     (sample,) = rollout.samples
     first_prompt = len(requests[0][0]["tokens"])
     assert not any(sample.loss_mask[:first_prompt]) and all(sample.loss_mask[first_prompt:])
@@ -426,9 +344,8 @@ def test_environment_tokens_can_be_trained_too(play):
     assert any(between)
 
 
-@pytest.mark.parametrize("user", [False, True])
 def test_a_reply_that_the_environment_replaced_is_trained_as_it_was_sampled(
-    play, tokenizer, add_to_task, user
+    play, tokenizer, add_to_task
 ):
     """What stands in its place is an observation."""
 
@@ -446,14 +363,13 @@ def test_a_reply_that_the_environment_replaced_is_trained_as_it_was_sampled(
         return -100.0 * len(trace.response_rewrites)
 
     said = iter(["so bad", "good", "bad again"])
-    (rollout,), requests = play(lambda _: next(said), with_user() if user else load())
-    assert rollout.metrics["guarded"] == (-200.0 if user else -100.0)
+    (rollout,), _ = play(lambda _: next(said), with_user())
+    assert rollout.metrics["guarded"] == -200.0
     assert "I must not say that." in rollout.completion and "bad" not in rollout.completion
-    texts = [tokenizer.decode(sample.token_ids) for sample in rollout.samples]
     trained = [tokenizer.decode(s.token_ids[s.loss_mask]) for s in rollout.samples]
-    assert any("so bad" in text for text in trained) and not any("must" in text for text in trained)
-    assert len(texts) == len(requests) == (3 if user else 1)
-    for text in texts:
+    assert len(trained) == 3 and not any("must" in text for text in trained)
+    for sample in rollout.samples:
+        text = tokenizer.decode(sample.token_ids)
         if "good" in text:
             assert "I must not say that." in text and "so bad" not in text
 
@@ -467,27 +383,8 @@ def test_a_sequence_ends_at_max_seq_len(play):
 # --- Several agents -------------------------------------------------------------------------------
 
 
-def test_each_trained_agent_is_a_rollout_with_a_baseline_of_its_own(play, tokenizer):
-    words = iter(["a", "bb", "c", "ddd", "eeee", "f"])
-    env = load(id="team_env", harness=None)
-    rollouts, requests = play(
-        lambda _: next(words), env, num_rollouts=2, max_concurrent=1, trains_all=False
-    )
-    said = {}
-    for rollout in rollouts:
-        (sample,) = rollout.samples
-        text = tokenizer.decode(sample.token_ids[sample.loss_mask], skip_special_tokens=True)
-        said.setdefault(rollout.role, []).append(text)
-    # "c" and "f" were the judge's, which is not trained.
-    assert said == {"writer": ["a", "ddd"], "critic": ["bb", "eeee"]} and len(requests) == 6
-    set_advantages(rollouts, of_rewards(center_on_group_mean))
-    for role in said:
-        own = [rollout for rollout in rollouts if rollout.role == role]
-        mean = sum(rollout.reward for rollout in own) / 2
-        assert [r.advantage for r in own] == pytest.approx([r.reward - mean for r in own])
-
-
 def test_a_forfeit_before_the_other_has_a_turn_is_punished(play):
+    """Each role has a baseline of its own."""
     said = iter(["fold", "a", "b", "c"])
     env = load("kuhn_like", harness=None)
     group, _ = play(lambda _: next(said), env, num_rollouts=2, max_concurrent=1)
@@ -499,17 +396,15 @@ def test_a_forfeit_before_the_other_has_a_turn_is_punished(play):
     assert (loser.advantage, other.advantage) == (-5.0, 5.0)
     (sample,) = loser.samples
     assert set(sample.advantages[sample.loss_mask]) == {-5.0}
-    same = unpack_group(*pack_group(group))  # as a worker sends it
-    assert [len(rollout.samples) for rollout in same] == [len(r.samples) for r in group]
     metrics = batch_metrics([group])
     assert metrics["broken_turn_share"] == 0.0 and metrics["num_turns"] == 1.0
 
 
-def test_a_group_passes_the_filter_if_one_role_does():
-    for other_reward, passes in ((5.0, False), (2.0, True)):
-        rewards = (("a", 1.0), ("b", 5.0), ("a", 1.0), ("b", other_reward))
-        group = [Rollout(0, "", role=role, reward=reward) for role, reward in rewards]
-        assert GroupFilter(min_reward_variance=0.1).passes(group) == passes
+@pytest.mark.parametrize("other_reward, passes", [(5.0, False), (2.0, True)])
+def test_a_group_passes_the_filter_if_one_role_does(other_reward, passes):
+    rewards = (("a", 1.0), ("b", 5.0), ("a", 1.0), ("b", other_reward))
+    group = [Rollout(0, "", role=role, reward=reward) for role, reward in rewards]
+    assert GroupFilter(min_reward_variance=0.1).passes(group) == passes
 
 
 def test_branches_share_their_tokens_and_train_them_once():
@@ -520,36 +415,22 @@ def test_branches_share_their_tokens_and_train_them_once():
             token_ids=prompt + sampled, logprobs=[logprob] * len(sampled),
         )  # fmt: skip
 
-    def trace():
-        branches = [vf.Branch(index=at, nodes=[nodes[0], nodes[1 + at]]) for at in range(2)]
-        return SimpleNamespace(nodes=nodes, branches=branches)
-
     nodes = [node([1], [2, 3], -0.1, [(0, 4), (1, 5)]), node([4], [5], -0.2), node([6], [7], -0.3)]
-    first = Sample(
-        [1, 2, 3, 4, 5],
-        [False, True, True, False, True],
-        [0.0, -0.1, -0.1, 0.0, -0.2],
-        [-1, 4, 5, -1, 9],
-    )
-    second = Sample(
-        [1, 2, 3, 6, 7],
-        [False, False, False, False, True],
-        [0.0, -0.1, -0.1, 0.0, -0.3],
-        [-1, -1, -1, -1, 9],
-    )
-    found = samples_from_trace(trace(), 9)
-    assert [*map(values_of, found)] == [values_of(first), values_of(second)]
-    given_up = trace()
-    given_up.branches[1].trainable = False  # an attempt at a compaction
-    assert len(samples_from_trace(given_up, 9)) == 1
-    for wrong, field, value, said in (
-        (2, "logprobs", [math.nan], "logprob of a sampled token is NaN or infinite"),
-        (2, "logprobs", [], "1 sampled tokens but 0 logprobs"),
-        (1, "mask", [False, False], "0 sampled tokens but 1 logprobs"),
-    ):
-        setattr(nodes[wrong], field, value)
+    branches = [vf.Branch(index=at, nodes=[nodes[0], nodes[1 + at]]) for at in range(2)]
+    trace = SimpleNamespace(nodes=nodes, branches=branches)
+    first, second = samples_from_trace(trace, 9)
+    logprobs, in_loss = [0.0, -0.1, -0.1, 0.0, -0.2], [False, True, True, False, True]
+    expected = Sample([1, 2, 3, 4, 5], in_loss, logprobs, [-1, 4, 5, -1, 9])
+    assert values_of(first) == values_of(expected)
+    assert second.token_ids.tolist() == [1, 2, 3, 6, 7]
+    assert second.loss_mask.tolist() == [False] * 4 + [True]
+    assert second.policy_versions.tolist() == [-1] * 4 + [9]
+    branches[1].trainable = False  # an attempt at a compaction
+    assert len(samples_from_trace(trace, 9)) == 1
+    for logprobs, said in (([math.nan], "NaN or infinite"), ([], "1 sampled tokens but 0 logp")):
+        nodes[1].logprobs = logprobs
         with pytest.raises(ValueError, match=said):
-            samples_from_trace(trace(), 9)
+            samples_from_trace(trace, 9)
 
 
 # --- What is asked of the server ------------------------------------------------------------------
@@ -559,19 +440,15 @@ def test_branches_share_their_tokens_and_train_them_once():
 def test_sampling_of_evaluations_is_that_of_the_run_over_that_of_the_environment(play, split):
     evaluated = {"temperature": 0.0, "max_tokens": 7, "top_k": 5}
     trained = {"temperature": 0.7, "max_tokens": 200, "top_k": -1}
-
-    def asked(env):
-        _, ((body, _),) = play(env=env, split=split, eval_sampling=evaluated)
-        return {name: body[name] for name in (*trained, "top_p")}
-
     expected = {**(evaluated if split == "eval" else trained), "top_p": 1.0}
-    assert asked(load()) == expected
     own = WeightedEnv(load(), "env", sampling_args={"max_tokens": 30, "top_p": 0.5})
     own_wins = {"top_p": 0.5} | ({} if split == "eval" else {"max_tokens": 30})
-    assert asked([own]) == expected | own_wins
     # What an agent has of its own stays, and is no error where nothing is trained.
     agent = {"temperature": 0.7, "max_tokens": 2, "top_p": 0.5}
-    assert asked(load(agent={"sampling": agent})) == expected | agent
+    of_agent = load(agent={"sampling": agent})
+    for env, wins in ((load(), {}), ([own], own_wins), (of_agent, agent)):
+        _, ((body, _),) = play(env=env, split=split, eval_sampling=evaluated)
+        assert body | expected | wins == body
 
 
 def test_an_agent_that_is_trained_samples_at_the_trainers_temperature(play):
@@ -586,55 +463,31 @@ def test_a_template_gets_the_agents_arguments(play, tokenizer):
     _, ((body, _),) = play(env=env, with_tokenizer=with_prefix)
     assert tokenizer.decode(body["tokens"]).startswith("hello<|user|>")
     # With the prefix, a prompt that had room at the start has none.
-    options = {"max_seq_len": 16, "max_tokens": 5, "fails": True}
-    (failed,), _ = play(env=env, with_tokenizer=with_prefix, **options)
-    said = "'agent' got no reply: maximum context length: 18 tokens fill max_seq_len=16"
-    assert said in str(failed.error)
+    limits = {"max_seq_len": 16, "max_tokens": 5}
+    (failed,), _ = play(env=env, with_tokenizer=with_prefix, fails=True, **limits)
+    assert "max_seq_len=16" in str(failed.error)
 
 
 def test_sampling_that_biases_logprobs_is_warned_of_once(play, caplog):
     options = {"top_p": 0.5, "top_k": 5, "max_tokens": 2, "extra_body": {"min_p": 0.1}}
     env = load(id="team_env", harness=None, writer={"sampling": options})
     play(env=env, num_rollouts=3, top_p=0.9, trains_all=False)
-    said = [r.getMessage() for r in caplog.records if "the agent" in r.getMessage()]
-    assert sorted(line.split("samples with ")[1].split(",")[0] for line in said) == [
-        "min_p=0.1", "top_k=5", "top_p=0.5",
-    ]  # fmt: skip
-    assert all("the agent 'writer'" in line and "watch mismatch_kl" in line for line in said)
+    for option in ("min_p=0.1", "top_k=5", "top_p=0.5"):
+        assert caplog.text.count(f"the agent 'writer' samples with {option}") == 1
+    assert caplog.text.count("the agent") == 3
 
 
 # --- Tasks ----------------------------------------------------------------------------------------
 
 
-def test_overlong_prompts_are_left_out_and_counted(tokenizer, caplog):
+@pytest.mark.parametrize("name, limit", [("max_prompt_len", 14), ("max_seq_len", 15)])
+def test_overlong_prompts_are_left_out_and_counted(tokenizer, caplog, name, limit):
     """One of four tasks has a system prompt, and so 24 tokens."""
     options = RunnerOptions("http://unused", tokenizer, 200)
-    for limits, why, of_none in (
-        ({"max_prompt_len": 14}, "longer than max_prompt_len=14", {"max_prompt_len": 5}),
-        (
-            {"max_seq_len": 15},
-            "that fill max_seq_len=15 (raise it, or set max_prompt_len)",
-            {"max_seq_len": 5},
-        ),
-    ):
-        caplog.clear()
-        assert V1Environment(load(), replace(options, **limits)).sizes("train") == [3]
-        assert f"1 prompts {why} left out" in caplog.messages[0]
-        with pytest.raises(InvalidEnvironmentError, match="it has no tasks; 4 prompts "):
-            V1Environment(load(), replace(options, **of_none))
-    # A prompt of few bytes is not rendered: only the first one of its roles is.
-    rendered = []
-
-    class Counting(type(tokenizer)):
-        def apply_chat_template(self, messages, **options):
-            rendered.append(messages)
-            return super().apply_chat_template(messages, **options)
-
-    counting = copy.deepcopy(tokenizer)
-    counting.__class__ = Counting
-    env = load(options={"num_tasks": 40})
-    assert V1Environment(env, replace(options, tokenizer=counting)).sizes("train") == [40]
-    assert len(rendered) == 2  # one of them has a system prompt
+    assert V1Environment(load(), replace(options, **{name: limit})).sizes("train") == [3]
+    assert "1 prompts" in caplog.messages[0] and f"{name}={limit}" in caplog.messages[0]
+    with pytest.raises(InvalidEnvironmentError, match="it has no tasks; 4 prompts "):
+        V1Environment(load(), replace(options, **{name: 5}))
 
 
 @pytest.mark.parametrize("refusal", ["raise_exception('no system role')", "'no system' + none"])
@@ -644,40 +497,39 @@ def test_a_prompt_that_the_template_refuses_is_told_before_any_rollout(tokenizer
         "{%- if messages[0]['role'] == 'system' -%}{{ " + refusal + " }}{%- endif -%}"
     ) + gemma.chat_template
     options = RunnerOptions("http://unused", gemma, 200)
-    said = r"environment 'env': task 2: the model's chat template refuses its prompt, of the roles "
-    with pytest.raises(InvalidEnvironmentError, match=said + "system, user: "):
+    said = "environment 'env': task 2: .*chat template refuses its prompt, .* system, user: "
+    with pytest.raises(InvalidEnvironmentError, match=said):
         V1Environment(load(), options)
-    others = V1Environment(load(options={"num_tasks": 2}), options)
-    assert others.sizes("train") == [2]
-    # Here a simulated user opens, so the template never gets the system prompt alone.
-    assert not others.renderer.is_longer([{"role": "system", "content": "be brief"}], 99)
+    assert V1Environment(load(options={"num_tasks": 2}), options).sizes("train") == [2]
 
 
-def test_an_image_is_refused_in_a_prompt_at_the_start_and_in_a_turn_in_its_rollout(play, tokenizer):
-    from small_tasks import SmallConfig, SmallTask, SmallTaskset
+def test_an_image_is_refused_in_a_prompt_at_the_start_and_in_a_turn_in_its_rollout(
+    play, tokenizer, monkeypatch
+):
+    from small_tasks import SmallTask, SmallTaskset
 
-    parts = [{"type": "text", "text": "what is it?"}]
-    parts.append({"type": "image_url", "image_url": {"url": "data:image/png;base64,"}})
-
-    class Pictures(SmallTaskset):
-        def load(self):
-            yield SmallTask(vf.TaskData(idx=0, prompt=[{"role": "user", "content": parts}]))
-
-    with pytest.raises(InvalidEnvironmentError, match=r"task 0: .*'image_url': images .* trained"):
-        V1Environment(Pictures(SmallConfig()), RunnerOptions("http://unused", tokenizer, 200))
+    image = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]
     env = with_user()
-    env.question = parts[1:]
-    (rollout,), requests = play(env=env, fails=True)
+    env.question = image
+    (rollout,), _ = play(env=env, fails=True)
     assert "images and other media are not trained yet" in str(rollout.error)
-    assert len(requests) == 1
+    task = SmallTask(vf.TaskData(idx=0, prompt=[{"role": "user", "content": image}]))
+    monkeypatch.setattr(SmallTaskset, "load", lambda self: [task])
+    with pytest.raises(InvalidEnvironmentError, match=r"task 0: .*'image_url': images .* trained"):
+        V1Environment(load(), RunnerOptions("", tokenizer, 200))
 
 
 # --- Processes ------------------------------------------------------------------------------------
 
-SECRETS = {"VERIFIERS_RL_TOKEN": "s1", "HF_TOKEN": "s2", "AWS_SECRET_ACCESS_KEY": "s3"}
-SECRETS |= {"WANDB_API_KEY": "s4", "DB_PASSWORD": "s5", "GITHUB_TOKEN": "s6", "KAGGLE_KEY": "s7"}
-SECRETS |= {"PGPASSWORD": "s8", "MYSQL_PWD": "s9", "GITHUB_PAT": "s10", "REDIS_AUTH": "s11"}
-SECRETS |= {"HF_TOKENS": "s12", "DATABASE_URL": "postgres://me:s13@db/1"}
+SECRETS = dict.fromkeys(
+    (
+        "VERIFIERS_RL_TOKEN", "HF_TOKEN", "HF_TOKENS", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY",
+        "DB_PASSWORD", "GITHUB_TOKEN", "GITHUB_PAT", "KAGGLE_KEY", "PGPASSWORD", "MYSQL_PWD",
+        "REDIS_AUTH",
+    ),
+    "secret",
+)  # fmt: skip
+SECRETS["DATABASE_URL"] = "postgres://me:secret@db/1"
 
 
 @pytest.mark.slow
@@ -706,7 +558,7 @@ def test_programs_and_tool_servers_do_not_get_the_trainers_secrets(play, monkeyp
         assert not SECRETS.keys() & {*seen}
     # What a task passes on explicitly is its own affair.
     assert "GRADER_TOKEN" in of_program
-    assert os.environ["VERIFIERS_RL_TOKEN"] == "s1"
+    assert os.environ["VERIFIERS_RL_TOKEN"] == "secret"
 
 
 def test_more_rollouts_run_at_once_than_the_soft_limit_of_open_files_lets(play):
@@ -718,10 +570,3 @@ def test_more_rollouts_run_at_once_than_the_soft_limit_of_open_files_lets(play):
     finally:
         resource.setrlimit(files, (soft, hard))
     assert len(requests) == num_rollouts
-
-
-def test_the_text_of_a_tool_call_has_its_name_however_it_is_written():
-    called = {"name": "add", "arguments": '{"a": 1}'}
-    for call in (called, {"type": "function", "id": "1", "function": called}):
-        message = {"role": "assistant", "content": "so", "tool_calls": [call]}
-        assert text_of([message]) == 'so [add({"a": 1})]'

@@ -17,7 +17,6 @@ from verifiers_rl.envs.make import make_runner
 
 # `make classic` makes it; `make test` does so by itself.
 CLASSIC = ROOT / ".venv-classic" / "bin" / "python"
-V1 = ROOT / "tests" / "v1"
 EXAMPLE = ROOT / "examples" / "classic"
 
 
@@ -65,24 +64,15 @@ def test_classic_environments_in_their_own_python(tokenizer, tmp_path):
     assert done.returncode == 0, done.stdout[-6000:]
 
 
-def write_python(path: Path, body: str) -> str:
-    path.write_text(f"#!/bin/sh\n{body}\n")
-    path.chmod(0o755)
-    return str(path)
-
-
 def test_a_python_that_cannot_run_workers_is_one_line_that_says_what_to_install(tmp_path):
-    bare = tmp_path / "bare"
+    bare, broken = tmp_path / "bare", tmp_path / "broken"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", bare], check=True)
-    # As an older Python, which lacks something that ours has.
-    code = "import sys; sys.modules['faulthandler'] = None; exec('''$code''')"
-    old = write_python(tmp_path / "old", f'code=$2\nshift 2\n{sys.executable} -c "{code}" "$@"')
-    broken = write_python(tmp_path / "broken", "exit 3")
+    broken.write_text("#!/bin/sh\nexit 3\n")
+    broken.chmod(0o755)
     options = RunnerOptions("http://unused", None, 64)
     for python, expected in (
         (tmp_path / "none", r"no such program; make a Python .*: `uv venv NAME"),
         (bare / "bin" / "python", r"No module named 'verifiers'; make .* --python .*verifiers"),
-        (old, r"import of faulthandler halted; .*; make a Python of 3\.11 or later"),
         (broken, r"the worker process \d+ ended with status 3; see its output above"),
     ):
         with pytest.raises(InvalidEnvironmentError, match=expected) as caught:
@@ -93,22 +83,15 @@ def test_a_python_that_cannot_run_workers_is_one_line_that_says_what_to_install(
 @pytest.mark.parametrize(
     "env, expected",
     [
-        ({"id": "no_such"}, r"'e', in python=.*: .*taskset 'no_such' not found"),
         (3, r"'e': with python=.*, env must be an id or a dict such as .* not int"),
-        *(
-            ({"id": "small_tasks", "args": {"a": value}}, expected)
-            for value, expected in (
-                ({1}, r"'e': .*'a': \{1\}\}\} would change in J"),
-                ([{}, {1: 2}], r"'a': \[\{\}, \{1: 2\}\]\}\} would change"),
-                ((1, 2), r"'a': \(1, 2\)\}\} would change"),
-            )
-        ),
+        ({"id": "e", "args": {"a": [{1: 2}]}}, r"'a': \[\{1: 2\}\]\}\} would change in JSON"),
+        ({"id": "e", "args": {"a": (1, 2)}}, r"'a': \(1, 2\)\}\} would change in JSON"),
     ],
 )
 def test_what_cannot_be_made_there_is_one_error(env, expected):
     args = RLConfig(use_cpu=True, env_workers=0)
     with pytest.raises(InvalidEnvironmentError, match=expected):
-        mixed = [WeightedEnv(env, "e", python=sys.executable, folders=[V1])]
+        mixed = [WeightedEnv(env, "e", python=sys.executable)]
         make_runner(mixed, "http://unused", None, args)
 
 
@@ -124,8 +107,3 @@ def test_a_toml_names_the_python_relative_to_itself(tmp_path):
     assert (env.env, env.name) == ({"id": "classic", "args": {"size": 3}}, "classic")
     assert (env.python, env.folders) == (python, [tmp_path])
     assert f'python = "{python}"' in resolved_text(config, str(tmp_path / "out"))
-    toml.write_text('model = "m"\n[[env]]\ntaskset = {id = "a"}\npython = "none/python"\n')
-    (env,) = load_run_config(toml, checks_model=False).load_envs()
-    args = RLConfig(output_dir=str(tmp_path), use_cpu=True)
-    with pytest.raises(InvalidEnvironmentError, match=r"python='.*none/python': no such program"):
-        make_runner([env], "http://unused", None, args)

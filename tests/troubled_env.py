@@ -13,8 +13,7 @@ from verifiers_rl.envs.base import RunnerOptions
 from verifiers_rl.types import Rollout, Sample
 
 QUESTIONS = (
-    "be well", "die", "die once", "raise", "print", "fork", "leak", "block", "sleep", "be odd",
-    "wait",
+    "be well", "die", "die once", "raise", "print", "fork", "block", "sleep", "wait",
 )  # fmt: skip
 
 
@@ -57,8 +56,6 @@ class TroubledEnv:
 
 
 class Runner:
-    held: list[bytes] = []  # noqa: RUF012 - leaked on purpose
-
     def __init__(self, folder):
         self.folder = folder
 
@@ -102,8 +99,6 @@ class Runner:
                     (self.folder / "forked").write_text(str(os.getpid()))
                     time.sleep(600)
                     os._exit(0)
-            case "leak":
-                self.held.append(bytes(20_000_000))
             case "block":
                 (self.folder / "blocked").write_text(str(os.getpid()))
                 block_the_loop()
@@ -115,12 +110,6 @@ class Runner:
                     await asyncio.sleep(600)
                 finally:
                     (self.folder / "waits").unlink()
-            case "be odd":
-
-                class OddError(LookupError):
-                    held = lambda self: None  # noqa: E731
-
-                raise OddError("cannot be pickled")
 
 
 def block_the_loop():

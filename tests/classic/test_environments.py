@@ -4,7 +4,6 @@ import asyncio
 import json
 import math
 import os
-import sys
 import time
 from types import SimpleNamespace
 
@@ -26,57 +25,51 @@ from verifiers_rl.requests import GroupRequest, Places
 # --- From turns to samples ------------------------------------------------------------------------
 
 
-def turn(prompt, completion, logprobs=None):
+def turn(prompt, completion, logprobs=None, **of_reply):
+    """A step of a trajectory, with what its reply says of its tokens."""
+    reply = SimpleNamespace(**{"policy_versions": None, "mask": None, "experts": None} | of_reply)
+    names = ("prompt_ids", "completion_ids", "completion_logprobs")
+    tokens = (prompt, completion, logprobs or [-float(token) for token in completion])
     return {
-        "tokens": {
-            "prompt_ids": prompt,
-            "completion_ids": completion,
-            "completion_logprobs": logprobs or [-float(t) for t in completion],
-        }
+        "tokens": dict(zip(names, tokens, strict=True)),
+        "response": SimpleNamespace(reply=reply),
     }
 
 
-def test_turns_that_extend_the_tokens_merge_and_tokens_carry_the_version_that_sampled_them():
-    reply = SimpleNamespace(policy_versions=[(0, 3), (2, 4)], mask=None, experts=None)
-    response = SimpleNamespace(reply=reply)
-    steps = [{**turn([1], [2, 3, 4]), "response": response}, turn([1, 2, 3, 4, 9, 9], [5])]
+def test_turns_that_extend_the_tokens_merge_and_tokens_carry_what_sampled_them():
+    first, second = np.full((4, 1, 1), 1), np.full((6, 1, 1), 2)
+    steps = [
+        turn([1], [2, 3, 4], policy_versions=[(0, 3), (2, 4)]),
+        turn([1, 2, 3, 4, 9], [5], experts=first),
+        turn([1, 2, 3, 4, 9, 5], [6], experts=second),
+    ]
     (sample,) = samples_from_trajectory(steps, policy_version=7)
-    assert sample.token_ids.tolist() == [1, 2, 3, 4, 9, 9, 5]
-    assert sample.loss_mask.tolist() == [False, True, True, True, False, False, True]
-    assert sample.inference_logprobs.tolist() == [0.0, -2.0, -3.0, -4.0, 0.0, 0.0, -5.0]
-    assert sample.policy_versions.tolist() == [-1, 3, 3, 4, -1, -1, 7]
+    assert sample.token_ids.tolist() == [1, 2, 3, 4, 9, 5, 6]
+    assert sample.loss_mask.tolist() == [False, True, True, True, False, True, True]
+    assert sample.inference_logprobs.tolist() == [0.0, -2.0, -3.0, -4.0, 0.0, -5.0, -6.0]
+    assert sample.policy_versions.tolist() == [-1, 3, 3, 4, -1, 7, 7]
+    # A later reply adds the experts of its own tokens only.
+    assert sample.extras["routed_experts"].ravel().tolist() == [1, 1, 1, 1, 2, 2, -1]
     (trained,) = samples_from_trajectory(steps, 7, mask_env_responses=False)
     assert trained.loss_mask.tolist() == [False, *[True] * 6]
-    assert np.isnan(trained.inference_logprobs[4:6]).all()
+    assert np.isnan(trained.inference_logprobs[4])
     assert trained.policy_versions.tolist() == sample.policy_versions.tolist()
 
 
-def test_a_later_reply_adds_the_experts_of_its_own_tokens_only():
-    first, second = np.full((3, 1, 1), 1), np.full((5, 1, 1), 2)
-    steps = [turn([1], [2]), turn([1, 2], [3, 4]), turn([1, 2, 3, 4], [5, 6])]
-    for step, experts in zip(steps, (None, first, second), strict=True):
-        reply = SimpleNamespace(policy_versions=None, mask=None, experts=experts)
-        step["response"] = SimpleNamespace(reply=reply)
-    (sample,) = samples_from_trajectory(steps, 0)
-    assert sample.extras["routed_experts"].ravel().tolist() == [1, 1, 1, 2, 2, -1]
-    (without,) = samples_from_trajectory([turn([1], [2, 3])], 0)
-    assert not without.extras
-
-
 def test_a_turn_that_rewrites_the_past_starts_a_new_sample():
-    samples = samples_from_trajectory(
-        [turn([1], [2, 3]), turn([1, 2, 9], [4]), turn([1, 2, 9, 4], [5])], 0
-    )
-    assert [s.token_ids.tolist() for s in samples] == [[1, 2, 3], [1, 2, 9, 4, 5]]
+    steps = [turn([1], [2, 3]), turn([1, 2, 9], [4]), turn([1, 2, 9, 4], [5])]
+    first, second = samples_from_trajectory(steps, 0)
+    assert (first.token_ids.tolist(), second.token_ids.tolist()) == ([1, 2, 3], [1, 2, 9, 4, 5])
     # Each sampled token is trained exactly once.
-    assert [s.token_ids[s.loss_mask].tolist() for s in samples] == [[2, 3], [4, 5]]
+    assert first.token_ids[first.loss_mask].tolist() == [2, 3]
+    assert second.token_ids[second.loss_mask].tolist() == [4, 5]
 
 
 @pytest.mark.parametrize(
     "step, message",
     [
         (turn([1], [2, 3], [-1.0]), "turn 0: 2 tokens but 1 logprobs"),
-        (turn([1], [2, 3], [-1.0, math.nan]), "logprob of a sampled token is NaN or infinite"),
+        (turn([1], [2], [math.nan]), "logprob of a sampled token is NaN or infinite"),
         ({"tokens": None}, "turn 0: the server returned no token ids"),
     ],
 )
@@ -182,11 +175,14 @@ CLIENT_TYPES = ("openai_chat_completions", "openai_chat_completions_token", "ren
 
 
 @pytest.mark.parametrize("client_type", CLIENT_TYPES)
-def test_each_client_keeps_exact_tokens_versions_and_sampling_options(play, tokenizer, client_type):
+@pytest.mark.parametrize("text", ["ok", ""])
+def test_each_client_keeps_exact_tokens_versions_and_sampling_options(
+    play, tokenizer, text, client_type
+):
     env = make_env(lambda completion: float(len(completion)), kind=Conversation, max_turns=2)
-    rollouts, requests = play(env, num_rollouts=2, client_type=client_type)
+    rollouts, requests = play(env, text, num_rollouts=2, client_type=client_type)
     sends_tokens = client_type != "openai_chat_completions"
-    reply = [*tokenizer.encode("ok"), tokenizer.eos_token_id]
+    reply = [*tokenizer.encode(text), tokenizer.eos_token_id]
     assert len(requests) == 4
     for path, body in requests:
         assert path == "/v1/chat/completions" + "/tokens" * sends_tokens
@@ -195,40 +191,25 @@ def test_each_client_keeps_exact_tokens_versions_and_sampling_options(play, toke
         assert body["top_k"] == 7 and body["min_tokens"] == 1
     for rollout in rollouts:
         assert rollout.error is None and rollout.num_turns == 2 and rollout.reward == 3.0
-        sampled = []
+        record = json.loads(rollout.record)
+        assert [one["role"] for one in record["messages"]] == ["user", "assistant"] * 2
+        assert rollout.prompt == record["messages"][0]["content"] == "q1"
+        assert abs(record["begun_at"] - time.time()) < 60
+        sampled, versions = [], []
         for sample in rollout.samples:
             sampled += sample.token_ids[sample.loss_mask].tolist()
-            assert set(sample.inference_logprobs[sample.loss_mask].tolist()) == {-0.5}
+            versions += sample.policy_versions[sample.loss_mask].tolist()
+            assert {*sample.inference_logprobs[sample.loss_mask].tolist()} == {-0.5}
             assert ("allowed_tokens" in sample.extras) == sends_tokens
         assert sampled == reply * 2
-        versions = np.concatenate([s.policy_versions for s in rollout.samples])
-        assert versions[versions >= 0].tolist() == [5, *[6] * (len(reply) - 1)] * 2
+        assert versions == [5, *[6] * (len(reply) - 1)] * 2
     if client_type == "openai_chat_completions_token":
         assert all(len(rollout.samples) == 1 for rollout in rollouts)
         prompts = [unpack_ids(body["tokens"]).tolist() for _, body in requests]
         first, second = min(prompts, key=len), max(prompts, key=len)
         assert second[: len(first) + len(reply)] == first + reply
-        text = "<|user|>q1<|end|><|assistant|>ok<|end|><|user|>go on<|end|><|assistant|>"
-        assert tokenizer.decode(second) == text
-
-
-@pytest.mark.parametrize("client_type", CLIENT_TYPES)
-def test_an_empty_reply_is_trained_on(play, tokenizer, client_type):
-    rollouts, _ = play(make_env(), "", client_type=client_type)
-    for rollout in rollouts:
-        (sample,) = rollout.samples
-        assert sample.token_ids[sample.loss_mask].tolist() == [tokenizer.eos_token_id]
-
-
-def test_a_group_is_scored_and_recorded(play):
-    (rollout, *others), _ = play(make_env(lambda completion: len(completion[-1]["content"])))
-    assert [r.reward for r in (rollout, *others)] == [2.0] * 3
-    assert (rollout.prompt, rollout.completion, rollout.num_turns) == ("q1", "ok", 1)
-    record = json.loads(rollout.record)
-    assert [(message["role"], message["content"]) for message in record["messages"]] == [
-        ("user", "q1"), ("assistant", "ok"),
-    ]  # fmt: skip
-    assert abs(record["begun_at"] - time.time()) < 60
+        whole = f"<|user|>q1<|end|><|assistant|>{text}<|end|><|user|>go on<|end|><|assistant|>"
+        assert tokenizer.decode(second) == whole
 
 
 @pytest.mark.parametrize(
@@ -236,6 +217,7 @@ def test_a_group_is_scored_and_recorded(play):
     [
         (KeyError("no such key"), "no such key"),  # verifiers would score 0
         (math.nan, "reward is nan"),
+        (1e300, r"reward is 1e+300"),
         *(
             (error, f"code of the environment raised {error!r}")
             for error in (SystemExit(3), asyncio.CancelledError(), GeneratorExit())
@@ -243,14 +225,12 @@ def test_a_group_is_scored_and_recorded(play):
     ],
 )
 def test_a_reward_function_that_fails_costs_its_own_rollout(play, outcome, said):
-    count = iter(range(3))
+    outcomes = iter([1.0, outcome, 1.0])
 
     def reward(completion) -> float:
-        if next(count) != 1:
-            return 1.0
-        if isinstance(outcome, float):
-            return outcome
-        raise outcome
+        if isinstance(result := next(outcomes), float):
+            return result
+        raise result
 
     errors = [rollout.error for rollout in play(make_env(reward))[0]]
     (found,) = [error for error in errors if error is not None]
@@ -283,46 +263,23 @@ def test_max_seq_len_cuts_and_marks_as_truncated(play):
 # --- Examples -------------------------------------------------------------------------------------
 
 
-class WordTokenizer:
-    def apply_chat_template(self, messages, **kwargs):
-        return [0] * len(messages[-1]["content"])
+def load(env, tokenizer, **options):
+    options = {"max_seq_len": 64, **options}
+    return ClassicEnvironment(env, RunnerOptions("http://unused", tokenizer, **options))
 
 
-def load(env, **options):
-    options = {"tokenizer": WordTokenizer(), "max_seq_len": 64, **options}
-    return ClassicEnvironment(env, RunnerOptions("http://unused", **options))
-
-
-def test_overlong_prompts_are_left_out(caplog):
+@pytest.mark.parametrize("name, limit", [("max_prompt_len", 6), ("max_seq_len", 7)])
+def test_overlong_prompts_are_left_out(tokenizer, caplog, name, limit):
+    """The template adds three tokens, and a letter is one."""
     env = make_env(questions=["a", "abc", "abcdef"])
-    assert load(env, max_prompt_len=3).sizes("train") == [2]
-    assert "1 prompts longer than max_prompt_len=3 left out" in caplog.text
-    assert load(env, max_seq_len=4).sizes("train") == [2]
-    assert "1 prompts that fill max_seq_len=4 (raise it, or set max_prompt_len)" in caplog.text
-    for questions, options in ((["abcdef"], {}), ([], {"tokenizer": None})):
-        with pytest.raises(InvalidEnvironmentError, match=r"no example; \d had overlong"):
-            load(make_env(questions=questions), max_prompt_len=3, **options)
+    assert load(env, tokenizer, **{name: limit}).sizes("train") == [2]
+    assert "1 prompts" in caplog.messages[-1] and f"{name}={limit}" in caplog.messages[-1]
+    with pytest.raises(InvalidEnvironmentError, match=r"no example; \d had overlong"):
+        load(env, tokenizer, **{name: 3})
 
 
-def test_an_image_in_the_first_prompt_is_refused_at_the_start():
-    picture = {"type": "image_url", "image_url": {"url": "data:,"}}
-    dataset = Dataset.from_list([{"prompt": [{"role": "user", "content": [picture]}]}])
-    env = vf.SingleTurnEnv(dataset=dataset, rubric=vf.Rubric(funcs=[one]))
-    with pytest.raises(InvalidEnvironmentError, match="'image_url': images and other media"):
-        load(env, tokenizer=None)
-
-
-def test_an_environment_that_cannot_be_loaded_is_one_error(tmp_path, monkeypatch):
-    options = vars(RunnerOptions("http://unused", None, 64))
-    recipe = {"options": options, "folders": [str(tmp_path)]}
-
-    def error_of(**table):
-        with pytest.raises(Exception) as caught:
-            make_environment({**recipe, "table": table})
-        return describe_error(caught.value)
-
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    said = error_of(id="me/no-such@1.0")
-    assert "'me/no-such'" in said and "is installed" in said and "No module named" in said
-    (tmp_path / "odd_env.py").write_text("def load_environment(size=3): return size\n")
-    assert "argument 'sise'" in error_of(id="odd-env", args={"sise": 1})
+def test_an_environment_that_cannot_be_loaded_is_one_error():
+    recipe = {"options": vars(RunnerOptions("http://unused", None, 64)), "folders": []}
+    with pytest.raises(Exception, match="'me/no-such'") as caught:
+        make_environment({**recipe, "table": {"id": "me/no-such@1.0"}})
+    assert "No module named" in describe_error(caught.value)

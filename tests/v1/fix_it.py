@@ -16,13 +16,8 @@ class FixItTaskset(SmallTaskset, vf.Taskset[SmallTask, FixItConfig]):
 
 class FixItEnvConfig(vf.EnvConfig):
     fixer: vf.AgentConfig = vf.AgentConfig()
-    num_tries: int = 2
 
 
 class FixItEnv(vf.Env[FixItEnvConfig]):
     async def run(self, task, agents):
-        async with agents.fixer.interaction(task) as interaction:
-            segment = await interaction.turn()
-            for _ in range(self.config.num_tries - 1):
-                if not segment.terminated:
-                    segment = await interaction.turn("again")
+        await agents.fixer.run(task)

@@ -5,8 +5,6 @@ import verifiers.v1 as vf
 
 __all__ = ["StreamingHarness"]
 
-EXTRA: dict = {}  # more of the request
-
 
 class StreamingConfig(vf.HarnessConfig):
     pass
@@ -14,11 +12,12 @@ class StreamingConfig(vf.HarnessConfig):
 
 class StreamingHarness(vf.Harness[StreamingConfig]):
     APPENDS_SYSTEM_PROMPT = True
+    EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
         body = {"model": ctx.model, "messages": [{"role": "user", "content": data.prompt}]}
-        body |= {"stream": True, "max_completion_tokens": 10_000} | EXTRA
+        body |= {"stream": True, "max_completion_tokens": 10_000}
         headers = {"Authorization": f"Bearer {secret}"}
         async with (
             aiohttp.ClientSession(headers=headers) as session,
