@@ -35,28 +35,23 @@ def folder(tmp_path, monkeypatch, tokenizer):
     monkeypatch.chdir(tmp_path)
     make_tiny_model().save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
-    for name, num in (("train", 6), ("held_out", 3)):
-        lines = "\n".join(json.dumps(row) for row in conversations(num))
-        (tmp_path / f"{name}.jsonl").write_text(lines)
+    lines = "\n".join(json.dumps(row) for row in conversations(6))
+    (tmp_path / "train.jsonl").write_text(lines)
     (tmp_path / "sft.toml").write_text(TOML)
     return tmp_path
 
 
-def load(folder, *overrides):
-    pairs = [tuple(one.split("=", 1)) for one in overrides]
-    return load_run_config(folder / "sft.toml", pairs, kind=sft.SFTRunConfig)
-
-
 @pytest.mark.slow
-def test_a_toml_and_its_data_become_a_model(folder, run_main):
-    words = ["@", "sft.toml", "--data.eval", "held_out.jsonl"]
-    words += ["--trainer.args.eval_strategy", "steps", "--trainer.args.eval_steps", "3"]
+def test_a_toml_and_parts_of_a_file_become_a_model(folder, run_main):
+    words = ["@", "sft.toml", "--data.split", "train[:4]", "--data.eval_split", "train[4:]"]
+    words += ["--trainer.args.eval_strategy", "steps", "--trainer.args.eval_steps", "2"]
     done = run_python("-m", "verifiers_rl.sft.main", *words, folder=folder)
-    assert "data for training: 6 rows with" in done.stdout
+    assert "data for training: 4 rows with" in done.stdout
+    assert "data for evaluations: 2 rows with" in done.stdout
     run = folder / "outputs" / "sft"
     rows = read_metrics(metrics_file(run))
-    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
-    assert [row["step"] for row in rows if "eval_loss" in row] == [3, 4]
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2]
+    assert [row["step"] for row in rows if "eval_loss" in row] == [2]
     resolved = tomllib.loads((run / "resolved.toml").read_text())
     assert resolved["data"]["train"] == [str(folder / "train.jsonl")]
     assert (run / "model.safetensors").is_file()
@@ -65,21 +60,7 @@ def test_a_toml_and_its_data_become_a_model(folder, run_main):
 
 
 def test_data_is_found_beside_its_toml_or_on_the_hub(folder):
-    config = load(folder, 'data.train=["train.jsonl", "org/name"]', "data.split=train[:5%]")
-    assert config.data.train == [str(folder / "train.jsonl"), "org/name"]
-    assert (config.data.split, config.data.eval) == ("train[:5%]", [])
-    evaluates = "trainer.args.eval_strategy=steps"
-    config = load(folder, "data.train=org/name", "data.eval_split=test", evaluates)
-    assert config.data.eval == config.data.train
-
-
-def test_parts_of_a_file_are_trained_and_held_out(folder, monkeypatch):
-    given = []
-    monkeypatch.setattr(
-        sft.SFTRunConfig, "trainer_class", lambda self: lambda *a, **k: given.extend(a)
-    )
-    splits = ("data.split=train[:4]", "data.eval_split=train[4:]")
-    config = load(folder, *splits, "trainer.args.eval_strategy=steps", "trainer.args.eval_steps=1")
-    config.make_trainer(config.make_args(use_cpu=True))
-    rows = conversations(6)
-    assert given[2:4] == [rows[:4], rows[4:]]
+    pairs = [("data.train", '["train.jsonl", "org/name"]'), ("data.eval_split", "test")]
+    pairs.append(("trainer.args.eval_strategy", "steps"))
+    data = load_run_config(folder / "sft.toml", pairs, kind=sft.SFTRunConfig).data
+    assert data.train == data.eval == [str(folder / "train.jsonl"), "org/name"]

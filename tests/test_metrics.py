@@ -24,22 +24,17 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"modules_to_save": ["lm_head"]}, {"experts": 4}, {"tied": True}]
-)
+@pytest.mark.parametrize("changes", [{"modules_to_save": ["lm_head"]}, {"experts": 4}])
 def test_operations_of_a_step_are_those_that_torch_counts(changes):
     torch.manual_seed(0)
-    if num_experts := changes.get("experts"):
+    if "experts" in changes:
         config = Qwen3MoeConfig(
-            **SMALL, moe_intermediate_size=64, num_experts=num_experts, num_experts_per_tok=1
+            **SMALL, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=1
         )
         model = Qwen3MoeForCausalLM(config)
     else:
-        config = Qwen3Config(**SMALL, tie_word_embeddings="tied" in changes)
-        model = Qwen3ForCausalLM(config)
-    if "modules_to_save" in changes:
         config = LoraConfig(r=4, target_modules=["q_proj"], **changes)
-        model = get_peft_model(model, config).get_base_model()
+        model = get_peft_model(Qwen3ForCausalLM(Qwen3Config(**SMALL)), config).get_base_model()
     model.set_attn_implementation("eager")
     model.set_experts_implementation("eager")  # torch counts no grouped products
     ids = torch.randint(32, (64, 1))  # next to nothing of it in attention's scores
@@ -52,9 +47,7 @@ def test_operations_of_a_step_are_those_that_torch_counts(changes):
 
 
 def test_mfu_is_the_share_of_the_peak_that_the_model_used(monkeypatch):
-    assert peak_flops("NVIDIA H100 PCIe") == 756e12
-    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
-    assert peak_flops("NVIDIA RTX A1000") is None
+    assert peak_flops("NVIDIA H100 PCIe") == 756e12 and peak_flops("NVIDIA RTX A1000") is None
     for name, value in {
         "get_device_name": "NVIDIA H100 80GB HBM3",
         "max_memory_allocated": 3_000_000_000,
@@ -63,15 +56,6 @@ def test_mfu_is_the_share_of_the_peak_that_the_model_used(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     metrics = device_metrics(torch.device("cuda"), num_flops=1_978_000_000_000_000, seconds=4.0)
     assert metrics == {"peak_memory_gb": 3.0, "mfu": pytest.approx(0.5)}  # of 989 TFLOP/s
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Unknown")
-    assert device_metrics(torch.device("cuda"), 1, 1.0) == {"peak_memory_gb": 3.0}
-
-
-def test_the_peak_memory_of_a_process_is_logged():
-    before = device_metrics(torch.device("cpu"), 0, 1.0)["peak_memory_gb"]
-    block = torch.ones(50_000_000)  # 0.2 GB, which may have been used before
-    after = device_metrics(torch.device("cpu"), 0, 1.0)["peak_memory_gb"]
-    assert before <= after and after > block.nbytes / 1e9
 
 
 def test_ten_batches_of_one_reward_a_group_draw_one_warning(caplog):
@@ -81,24 +65,19 @@ def test_ten_batches_of_one_reward_a_group_draw_one_warning(caplog):
         caplog.clear()
         window.steps.append({"uniform_group_share": 0.9 if step == 9 else 1.0, "reward": 0.25})
         window.on_step_end(None, state, None)
-        warned += [step] * len(caplog.messages)
-        if caplog.messages:
-            assert "in the last 10 batches no group had two different rewards" in caplog.text
-            assert "mean is 0.25" in caplog.text
+        warned += [step for text in caplog.messages if "mean is 0.25" in text]
     assert warned == [19]
 
 
 @pytest.mark.parametrize(
-    "mismatch_kl, staleness, num_warnings",
-    [(0.064, 0.0, 1), (0.01, 0.0, 0), (0.064, 0.5, 0)],
+    "mismatch_kl, staleness, num_warnings", [(0.064, 0.0, 1), (0.01, 0.0, 0), (0.064, 0.5, 0)]
 )
 def test_a_first_step_with_tokens_of_another_model_draws_a_warning(
     mismatch_kl, staleness, num_warnings, caplog
 ):
     window, state = StepWindow(), SimpleNamespace(is_world_process_zero=True)
-    logs = {"mismatch_kl": mismatch_kl, "staleness": staleness}
-    for metrics in (logs, {"mismatch_kl": 0.5, "staleness": 0.0}):
-        window.steps.append(metrics)
+    for kl, age in ((mismatch_kl, staleness), (0.5, 0.0)):
+        window.steps.append({"mismatch_kl": kl, "staleness": age})
         window.on_step_end(None, state, None)
-    assert caplog.text.count("mismatch_kl is 0.064 in the first step") == num_warnings
-    assert len(caplog.messages) == num_warnings
+    num_said = caplog.text.count("mismatch_kl is 0.064 in the first step")
+    assert num_said == len(caplog.messages) == num_warnings

@@ -1,7 +1,6 @@
 """Supervised finetuning by `SFTTrainer`, without a server."""
 
 import json
-import math
 
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from tests.conftest import OF_TINY_RUN
 from tests.helpers import load_example, make_tiny_llama, make_tiny_model, run_script
+from tests.reference import reference_policy
 from verifiers_rl import LossOutputs
 from verifiers_rl.config import ConfigError
 from verifiers_rl.losses import cross_entropy
@@ -24,10 +24,9 @@ def conversations(num=12, longest=9):
     rows = []
     for i in range(num):
         text = "abcdefghij"[i % 7 : i % 7 + 1 + i % longest]
-        messages = [{"role": "user", "content": text}]
-        messages.append({"role": "assistant", "content": text[::-1]})
-        if i % 3 == 0:
-            messages += [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ok"}]
+        said = [text, text[::-1], "?", "ok"][: 4 if i % 3 == 0 else 2]
+        roles = ("user", "assistant", "user", "assistant")
+        messages = [{"role": r, "content": t} for r, t in zip(roles, said, strict=False)]
         rows.append({"messages": messages})
     return rows
 
@@ -51,14 +50,11 @@ def make_trainer(tokenizer, tmp_path):
 def mean_loss(model, samples, weights=None):
     """Mean cross entropy over loss tokens, sample by sample in float64."""
     total, count = 0.0, 0.0
-    for number, sample in enumerate(samples):
-        ids = torch.tensor(sample.token_ids, dtype=torch.int64)
-        logprobs = model(input_ids=ids[None]).logits[0].log_softmax(-1)
-        weight = 1.0 if weights is None else weights[number]
-        for t in range(1, len(ids)):
-            if sample.loss_mask[t]:
-                total = total - weight * logprobs[t - 1, ids[t]]
-                count += weight
+    for sample, weight in zip(samples, weights or [1.0] * len(samples), strict=True):
+        logprobs = reference_policy(model, sample.token_ids, 1.0)
+        for t in sample.loss_mask.nonzero()[0]:
+            total = total - weight * logprobs[t - 1, sample.token_ids[t]]
+            count += weight
     return total / count
 
 
@@ -80,12 +76,7 @@ def gradients_of_a_step(trainer):
 
 @pytest.mark.parametrize(
     "make_model, layout, normalization",
-    [
-        (make_tiny_model, "packed", "sequence"),
-        (make_tiny_llama, "packed", "token"),
-        (make_tiny_llama, "flat", "sequence"),
-        (make_tiny_model, "padded", "token"),
-    ],
+    [(make_tiny_model, "packed", "sequence"), (make_tiny_llama, "flat", "token")],
 )
 def test_a_step_equals_a_float64_reference_however_rows_are_packed(
     make_trainer, make_model, layout, normalization
@@ -98,9 +89,8 @@ def test_a_step_equals_a_float64_reference_however_rows_are_packed(
     assert trainer._counts.num_microbatches > 1
     samples = trainer.batch.samples
     assert len(samples) == 8 and sum(s.num_loss_tokens for s in samples) > 30
-    weights = None
-    if normalization == "sequence":
-        weights = [1 / sample.num_loss_tokens for sample in samples]
+    of_sequence = normalization == "sequence"
+    weights = [1 / sample.num_loss_tokens if of_sequence else 1.0 for sample in samples]
     reference = make_model().double()
     expected = mean_loss(reference, samples, weights)
     expected.backward()
@@ -147,42 +137,29 @@ def test_each_epoch_has_each_row_once_and_its_last_batch_what_is_left():
     assert first + second != third + fourth
     # As a resumed run does, whose steps before are not taken again.
     assert batches(DatasetSource(rows_of(5), 3, shuffle=True, seed=1), [3]) == [fourth]
-    assert batches(DatasetSource(rows_of(5), 3, shuffle=True, seed=2), [0]) != [first]
 
 
-def test_a_run_with_more_epochs_goes_on_behind_a_finished_one(make_trainer, tmp_path):
+def test_a_run_with_more_epochs_goes_on_behind_a_finished_one_with_the_same_rows_and_batches(
+    make_trainer, tmp_path
+):
     options = {"save_strategy": "steps", "save_steps": 100, "batch_size": 5}
     make_trainer(**options).train()  # 12 rows in batches of 5, 5 and 2
-    make_trainer(num_train_epochs=2.0, **options).train(resume_from_checkpoint=True)
-    epochs = [row["epoch"] for row in steps_of(tmp_path / "run")]
-    assert epochs == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2])
-
-
-def test_a_run_does_not_go_on_with_other_rows_or_batches(make_trainer):
-    options = {"save_strategy": "steps", "save_steps": 2}
-    make_trainer(**options).train()
+    options["num_train_epochs"] = 2.0
     for changes, problem in (
-        ({"batch_size": 3}, "batch_size=3: it was 4 before the checkpoint"),
+        ({"batch_size": 3}, "batch_size=3: it was 5 before the checkpoint"),
         ({"rows": conversations(13)}, "num_rows=13: it was 12 before the checkpoint"),
     ):
         with pytest.raises(ConfigError, match=problem):
-            make_trainer(**options, **changes, num_train_epochs=2.0).train(True)
+            make_trainer(**{**options, **changes}).train(True)
+    make_trainer(**options).train(True)
+    epochs = [row["epoch"] for row in steps_of(tmp_path / "run")]
+    assert epochs == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2])
 
 
 def test_a_conversation_of_several_samples_is_one_rollout():
     (tokens,), one = rows_of(2)
     samples = make_samples([[tokens, tokens], one])
-    assert [sample.rollout_id for sample in samples] == [0, 0, 1]
-    assert [sample.group_id for sample in samples] == [0, 0, 1]
-    assert math.isnan(samples[0].inference_logprobs[1]) and not samples[0].inference_logprobs[0]
-
-
-@pytest.mark.parametrize(
-    "options, steps",
-    [({}, 3), ({"num_train_epochs": 2.5}, 8), ({"batch_size": 5}, 3), ({"max_steps": 7}, 7)],
-)
-def test_epochs_or_max_steps_say_how_long_a_run_is(make_trainer, options, steps):
-    assert make_trainer(**options).args.max_steps == steps  # of 12 rows in batches of 4
+    assert [(sample.rollout_id, sample.group_id) for sample in samples] == [(0, 0), (0, 0), (1, 1)]
 
 
 # --- A run ----------------------------------------------------------------------------------------
@@ -201,16 +178,10 @@ def test_a_run_learns_and_leaves_the_model_of_an_rl_run(make_trainer, tmp_path, 
     assert sorted(steps) == [10, 20, 30] and steps[30] < steps[10]
     model = AutoModelForCausalLM.from_pretrained(folder).double()
     assert steps[30] == pytest.approx(mean_loss(model, trainer._held_out).item(), rel=1e-4)
-    assert rows[0]["epoch"] == pytest.approx(1 / 3) and rows[0]["num_tokens"] > 0
-    of_rollouts = {"importance_ratio", "mismatch_kl", "advantage_abs", "staleness", "reward"}
-    assert not of_rollouts & rows[0].keys()
-    card = (folder / "README.md").read_text()
-    for said in ("trained by supervised finetuning with", "a batch size of 4", "- loss: "):
-        assert said in card
-    assert "[supervised-finetuning, " in card and "Environment" not in card
+    assert not {"importance_ratio", "mismatch_kl", "staleness", "reward"} & rows[0].keys()
+    assert "trained by supervised finetuning with" in (folder / "README.md").read_text()
     out = capsys.readouterr().out
-    for said in ("data for training: 12 rows with", f"model: {folder}", "\nloss: ", "eval_loss: "):
-        assert said in out
+    assert "data for training: 12 rows with" in out and f"model: {folder}" in out
 
 
 def test_a_resumed_run_is_the_run_that_was_not_stopped(make_trainer, tmp_path):
@@ -231,17 +202,14 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(make_trainer, tmp_path):
 def test_a_server_of_the_saved_model_stops_where_replies_end(make_trainer, tmp_path, capsys):
     model = make_tiny_model()
     model.generation_config.eos_token_id = 0
-    trainer = make_trainer(model, max_steps=1)
+    options = {"use_lora": True, "save_final": "merged", "max_steps": 1}
+    trainer = make_trainer(model, **options)
     end = trainer.processing_class.convert_tokens_to_ids("<|end|>")
     trainer.train()
-    assert GenerationConfig.from_pretrained(tmp_path / "run").eos_token_id == [0, end] and end
+    merged = GenerationConfig.from_pretrained(tmp_path / "run" / "merged")
+    assert merged.eos_token_id == [0, end] and end
     said = "replies end with '<|end|>', and the model's server does"
     assert capsys.readouterr().out.count(said) == 1
-    options = {"use_lora": True, "save_final": "merged", "output_dir": str(tmp_path / "lora")}
-    make_trainer(model, max_steps=1, **options).train()
-    assert said not in capsys.readouterr().out  # the model has it already
-    merged = GenerationConfig.from_pretrained(tmp_path / "lora" / "merged")
-    assert merged.eos_token_id == [0, end]
 
 
 SCRIPT = """
@@ -275,8 +243,7 @@ def test_two_ranks_equal_one(make_trainer, tmp_path):
     options = {"batch_size": 5, "max_tokens_per_microbatch": 40, "learning_rate": 0.3}
     options |= {"num_train_epochs": 2.0, "optim": "sgd", "eval_strategy": "steps", "eval_steps": 2}
     run_script(tmp_path, SCRIPT, str(tmp_path), json.dumps(options), "ddp", "fsdp2")
-    one = tmp_path / "one"
-    base = str(tmp_path / "base")
+    base, one = str(tmp_path / "base"), tmp_path / "one"
     make_trainer(base, held_out=conversations(5), output_dir=str(one), **options).train()
     weights = AutoModelForCausalLM.from_pretrained(one).state_dict()
     for kind in ("ddp", "fsdp2"):
@@ -286,35 +253,26 @@ def test_two_ranks_equal_one(make_trainer, tmp_path):
             for name in wanted.keys() & {"loss", "eval_loss", "grad_norm", "num_tokens", "epoch"}:
                 assert row[name] == pytest.approx(wanted[name], rel=1e-5), (kind, name)
         model = AutoModelForCausalLM.from_pretrained(tmp_path / kind).state_dict()
-        for name, value in weights.items():
-            torch.testing.assert_close(model[name], value, rtol=1e-5, atol=1e-6, msg=name)
+        torch.testing.assert_close(model, weights, rtol=1e-5, atol=1e-6)
 
 
 # --- Options --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "arguments, problem",
-    [
-        ({"eval_strategy": "steps", "eval_steps": 1}, "there is nothing to evaluate on"),
-        ({"rows": [{"question": "?"}]}, "data for training, row 0: has the columns question"),
-        ({"others": {"reward_funcs": []}}, "takes no argument 'reward_funcs'"),
-    ],
-)
-def test_arguments_that_cannot_work_are_named(make_trainer, arguments, problem):
-    with pytest.raises(ConfigError, match=problem):
-        make_trainer(**arguments)
+def test_arguments_that_cannot_work_are_named(make_trainer):
+    with pytest.raises(ConfigError, match="there is nothing to evaluate on"):
+        make_trainer(eval_strategy="steps", eval_steps=1)
 
 
 @pytest.mark.parametrize(
-    "rows, held_out, where",
+    "texts, where",
     [
-        (["a", "a<new>"], [], "data for training, row 1"),
-        (["a"], ["<new>b"], "data for evaluations, row 0"),
+        ((["a", "a<new>"], []), "data for training, row 1"),
+        ((["a"], ["<new>b"]), "data for evaluations, row 0"),
     ],
 )
-def test_a_token_that_the_model_has_no_embedding_for_is_named(rows, held_out, where):
+def test_a_token_that_the_model_has_no_embedding_for_is_named(texts, where):
     tokenizer = load_example("warm_start").make_tokenizer(["<new>"])  # behind the model's 261
-    data = [[{"text": text} for text in texts] or None for texts in (rows, held_out)]
+    data = [[{"text": text} for text in own] or None for own in texts]
     with pytest.raises(ConfigError, match=rf"{where}: it has token 261 \('<new>'\).* 261 rows"):
         SFTTrainer(make_tiny_model(), SFTConfig(use_cpu=True), *data, processing_class=tokenizer)

@@ -1,15 +1,11 @@
 """The wheel: what it holds, and that its programs run where there is no repository."""
 
-import os
-import re
 import subprocess
 import sysconfig
 import zipfile
 
-import httpx
 import pytest
 
-from tests.conftest import Started
 from tests.helpers import ROOT, run_python
 
 pytestmark = pytest.mark.slow
@@ -53,7 +49,3 @@ def test_its_programs_run_without_the_repository(wheel, tmp_path, monkeypatch):
     assert 'id = "my_env"' in run("vf-rl", "--dry-run", "@", "rl.toml")
     run("vf-rl", "--eject", "fork")
     assert {path.name for path in work.glob("fork/*")} == {"my_trainer.py", "my_orchestrator.py"}
-    command = [str(tmp_path / "bin" / "vf-rl"), "view", str(work)]
-    with Started(command, os.environ, tmp_path / "log") as page:
-        page.wait_for("token=.*\n")
-        assert "/static/main.js" in httpx.get(re.findall("http://.*", page.said())[0]).text
