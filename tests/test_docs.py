@@ -2,33 +2,41 @@
 commands exist, the generated page is fresh, the site builds.
 """
 
+import ast
 import importlib.util
 import inspect
+import json
 import re
 import shlex
 import subprocess
 import sys
 import tomllib
+import xml.etree.ElementTree
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
+from accelerate.commands.launch import launch_command_parser
+from torch.distributed.run import get_args_parser
 
 import verifiers_rl
 import verifiers_rl.sft
 from tests.fake_run import write_fake_run
 from tests.helpers import EXAMPLE, ROOT, load_example, make_tiny_model, run_python
-from tests.test_losses import make_inputs
 from tests.test_weight_sync import with_trained_adapter
 from verifiers_rl import RLConfig, RLTrainer
-from verifiers_rl.advantages import as_numbers
+from verifiers_rl.advantages import ADVANTAGES, as_numbers
 from verifiers_rl.cli import flat
 from verifiers_rl.cli.config import RunConfig, check_trainer_args, load_run_config
+from verifiers_rl.cli.setup import workspace_files
+from verifiers_rl.data import GroupFilter
+from verifiers_rl.envs.base import module_name
 from verifiers_rl.envs.make import make_runner
-from verifiers_rl.losses import check_outputs
-from verifiers_rl.sft import SFTConfig
+from verifiers_rl.losses import LOSSES, MASKS, LossInputs, check_outputs
+from verifiers_rl.sft import SFTConfig, SFTTrainer
 from verifiers_rl.sft.conversations import Tokenization
 from verifiers_rl.sft.main import DataTable, SFTRunConfig
 from verifiers_rl.types import Rollout, Sample
@@ -93,22 +101,35 @@ def test_links_within_the_repository_lead_somewhere(page):
         assert target.exists() and target.is_relative_to(ROOT), link
         if anchor:
             assert anchor in anchors(target.relative_to(ROOT).as_posix()), link
+        if target.suffix == ".svg":
+            assert xml.etree.ElementTree.parse(target).getroot().tag.endswith("svg")
+        assert target.suffix != ".png" or target.read_bytes().startswith(b"\x89PNG"), link
 
 
-def test_the_list_of_pages_has_each_page_once_and_is_that_of_llms_txt():
-    """Its form is that of llmstxt.org. Who changes index.md copies the list."""
+def test_the_list_of_pages_has_each_page_once():
     listed = [link for link in links("docs/index.md") if re.fullmatch(r"\w+\.md", link)]
-    assert sorted(listed) == sorted({path.name for path in DOCS.glob("*.md")} - {"index.md"})
+    assert len(listed) == len({*listed})
+    assert {*listed} == {path.name for path in DOCS.glob("*.md")} - {"index.md"}
+
+
+def test_llms_txt_is_a_title_a_summary_and_the_list_of_pages():
+    """Its form is that of llmstxt.org. Who changes index.md copies the list."""
     head, _, pages = read("docs/llms.txt").partition("\n## ")
     assert re.match(r"# verifiers_rl\n\n> .+\n\n", head)
     assert pages == read("docs/index.md").partition("\n## ")[2]
+    assert len(re.findall(r"^- \[.+\]\(.+\): .", pages, re.MULTILINE)) == pages.count("\n- ")
 
 
-def test_the_image_copies_files_that_exist():
+def test_the_image_copies_files_that_exist_and_installs_extras_that_exist():
     sent = {*read(".dockerignore").splitlines()}
-    for files in re.findall(r"^COPY (.*) \S+$", read("Dockerfile"), re.MULTILINE):
-        for source in files.split():
-            assert (ROOT / source).exists() and f"!{source}" in sent
+    ignored = {line.rstrip("/") for line in read(".gitignore").splitlines()}
+    assert {line for line in ignored if line.startswith("examples/")} <= sent
+    for instruction, rest in re.findall(r"^([A-Z]+) (.*)", read("Dockerfile"), re.MULTILINE):
+        if instruction == "COPY":
+            for source in rest.split()[:-1]:
+                assert (ROOT / source).exists() and f"!{source}" in sent, rest
+        for line in rest.split(" && ") if instruction == "RUN" else ():
+            check_command(shlex.split(line), "Dockerfile")
 
 
 # --- The generated page ---------------------------------------------------------------------------
@@ -136,8 +157,13 @@ def test_the_reference_has_every_option_and_says_what_the_code_checks():
     base = {option.name for option in fields(transformers.TrainingArguments)}
     assert {option.name for option in fields(RLConfig)} - base <= own
     page = read("docs/reference.md")
+    assert all(f"\n| `{name}` | " in page for name in own)
+    helps = reference().helps(RLConfig)
+    assert len(own - base) > 30 and [n for n in own - base if len(helps[n]) < 15] == []
     assert "| `batch_size` | an integer >= 1 | `512` | Rollouts of one optimizer step" in page
     assert '| `lora_sync` | one of auto, adapter, merged | `"auto"` |' in page
+    assert "| `min_p` | a number >= 0 and <= 1 | `0.0` |" in page
+    assert "| `[trainer]` `class` |" in page and "| `per_device_train_batch_size` | set" in page
 
 
 # --- Python ---------------------------------------------------------------------------------------
@@ -169,11 +195,25 @@ class TrainerOfDocs:
 class SFTTrainerOfDocs:
     """In place of `SFTTrainer`: makes the tokens of its rows, and loads no model."""
 
-    def __init__(self, model, args, train_dataset, **others):
+    def __init__(self, *args, **kwargs):
+        bound = inspect.signature(SFTTrainer.__init__).bind(self, *args, **kwargs)
+        assert isinstance(bound.arguments["args"], SFTConfig)
         tokenizer = load_example("warm_start").make_tokenizer()
-        Tokenization(tokenizer).of_rows(train_dataset, "it")
+        Tokenization(tokenizer).of_rows(bound.arguments["train_dataset"], "it")
 
-    def train(self): ...
+    def train(self, resume_from_checkpoint=None): ...
+
+
+def make_inputs():
+    return LossInputs(
+        trainer_logprobs=torch.tensor([-0.5, -1.0], requires_grad=True),
+        inference_logprobs=torch.tensor([-0.7, -1.0]),
+        advantages=torch.tensor([2.0, -1.0]),
+        weights=torch.ones(2),
+        sequence_ids=torch.tensor([0, 1]),
+        entropy=torch.ones(2),
+        reference_logprobs=torch.tensor([-0.6, -0.9]),
+    )
 
 
 def make_group():
@@ -187,12 +227,9 @@ def in_docs_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ENVIRONMENTS))
     monkeypatch.syspath_prepend(str(EXAMPLE))
-    for module, name, stand_in in (
-        (verifiers_rl, "RLTrainer", TrainerOfDocs),
-        (verifiers_rl, "tiny_model", str),
-        (verifiers_rl.sft, "SFTTrainer", SFTTrainerOfDocs),
-    ):
-        monkeypatch.setattr(module, name, stand_in, raising=False)
+    monkeypatch.setattr(verifiers_rl, "RLTrainer", TrainerOfDocs, raising=False)
+    monkeypatch.setattr(verifiers_rl, "tiny_model", str, raising=False)
+    monkeypatch.setattr(verifiers_rl.sft, "SFTTrainer", SFTTrainerOfDocs, raising=False)
     prompt = tmp_path / "outputs" / "prompt" / "best_system_prompt.txt"
     prompt.parent.mkdir(parents=True)
     prompt.write_text("Be brief.")
@@ -218,7 +255,6 @@ def test_python_runs(page, in_docs_folder, tokenizer):
         write_fake_run(in_docs_folder / "outputs" / "rl", 400, num_steps=20, tokens_of=0.5)
     # As a program, an environment with tools would serve them.
     name = "imported" if page == "docs/environments.md" else "__main__"
-    inputs = make_inputs([0.6, 0.4], [0.5, 0.4], [2.0, -1.0], [0, 1], reference_logprobs=[0.5, 0.4])
     for text in blocks(page, "python"):
         names = {"__name__": name, "__file__": str(in_docs_folder / "train.py")}
         if page == "README.md" and "import" not in text:  # a fragment
@@ -227,7 +263,7 @@ def test_python_runs(page, in_docs_folder, tokenizer):
         exec(compile(text, page, "exec"), names)
         for function in [value for value in names.values() if inspect.isfunction(value)]:
             if "LossInputs" in str(inspect.signature(function)):
-                check_outputs(function(inputs), inputs)
+                check_outputs(function(make_inputs()), make_inputs())
         made, TrainerOfDocs.made = TrainerOfDocs.made, []
         assert made or "RLTrainer(" not in text
         for trainer in made:
@@ -235,6 +271,29 @@ def test_python_runs(page, in_docs_folder, tokenizer):
             assert sum(runner.sizes("train")) > 0
             if trainer.replaced.advantage_fn is not None:
                 as_numbers(trainer.replaced.advantage_fn(make_group()), 2)
+    if page == "docs/resume.md":
+        merged = transformers.AutoModelForCausalLM.from_pretrained("outputs/merged")
+        ids = torch.arange(5)[None]
+        assert not torch.equal(merged(ids).logits, make_tiny_model()(ids).logits)
+
+
+def test_the_script_of_trl_and_ours_have_the_same_options():
+    page = "docs/from_trl.md"
+    (theirs,), (ours,) = (
+        [
+            {option.arg: ast.unparse(option.value) for option in node.keywords}
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Config")
+            and "learning_rate" in {option.arg for option in node.keywords}
+        ]
+        for language in ("text", "python")
+        for text in blocks(page, language)
+    )  # fmt: skip
+    cells = [line.split(" | ")[0] for line in prose(page).splitlines() if line.startswith("| ")]
+    translated = {name for cell in cells for name in re.findall(r"`(\w+)", cell)}
+    assert theirs.keys() - translated <= ours.keys() and len(theirs) > 12
+    shared = theirs.keys() & ours.keys()
+    assert {name: theirs[name] for name in shared} == {name: ours[name] for name in shared}
 
 
 def test_the_environments_page_has_the_files_as_they_are():
@@ -243,12 +302,12 @@ def test_the_environments_page_has_the_files_as_they_are():
     assert len(files) == 4 and {*shown} == files
 
 
-# --- TOML -----------------------------------------------------------------------------------------
+# --- TOML, JSON -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", pages_with("toml"))
 def test_toml_is_a_run_that_vf_rl_takes(page, in_docs_folder):
-    """A block without a model or an environment gets one."""
+    """A block without a model or an environment gets one; an environment of ours is loaded too."""
     for text in blocks(page, "toml"):
         data = tomllib.loads(text)
         if page == "docs/reference.md":
@@ -263,45 +322,166 @@ def test_toml_is_a_run_that_vf_rl_takes(page, in_docs_folder):
         config = load_run_config(path, checks_model=False, kind=kind)
         check_trainer_args(config)
         config.make_args(use_cpu=True, bf16=False)
+        envs = config.envs if kind is RunConfig else []
+        if envs and all(importlib.util.find_spec(module_name(env.id)) for env in envs):
+            config.load_envs(with_teachers=False)
+
+
+def test_blocks_are_of_a_language_that_is_checked():
+    known = {"", "bash", "json", "python", "text", "toml"}
+    for page in PAGES:
+        used = re.findall(r"^```(\w*)[^\n]*\n.*?^```$", read(page), re.MULTILINE | re.DOTALL)
+        assert {*used} <= known, page
+        assert read(page).count("\n```") % 2 == 0, page
+        for text in blocks(page, "json"):
+            json.loads(text)
 
 
 # --- Commands -------------------------------------------------------------------------------------
 
+COMMANDS = ("view", "generate", "replay", "report")  # of vf-rl
+# Programs of others; what they are given is theirs.
+OTHERS = {"cd", "cp", "docker", "export", "git", "nvidia-smi", "openssl", "source", "ssh", "uv"}
+OTHERS |= {"/opt/venv/bin/pip", "apt-get", "python3", "rm"}
+
+
+def commands(page):
+    """The commands of the bash blocks, each as its words, without variables in front."""
+    for text in blocks(page, "bash"):
+        for line in text.replace("\\\n", " ").splitlines():
+            words = shlex.split(re.sub(r"\$\(.*?\)", "value", line), comments=True)
+            while words and re.match(r"[A-Z_]+=", words[0]):
+                words = words[1:]
+            if words:
+                yield words
+
 
 @cache
-def known_options():
-    """The last parts of the names of options: those of tables, and those that a help has."""
-    project = tomllib.loads(read("pyproject.toml"))["project"]
-    words = [[name] for name in project["scripts"] if name not in ("vf-vllm", "vf-eval")]
-    words += [["vf-rl", command] for command in ("view", "generate", "replay", "report")]
-    names = {*flat.MOVED, *RunConfig.model_fields, *DataTable.model_fields}
-    for program, *rest in words:
-        module = project["scripts"][program].partition(":")[0]
-        text = run_python("-m", module, *rest, "--help").stdout
-        names |= {name.replace("-", "_") for name in re.findall(r"--([\w-]+)", text)}
-    return names | {option.name for kind in (RLConfig, SFTConfig) for option in fields(kind)}
+def help_of(program, *commands):
+    scripts = tomllib.loads(read("pyproject.toml"))["project"]["scripts"]
+    return run_python("-m", scripts[program].partition(":")[0], *commands, "--help").stdout
+
+
+@cache
+def server_flags():
+    """The flags of vLLM's server, from its source: importing it takes half a minute."""
+    (folder,) = importlib.util.find_spec("vllm").submodule_search_locations
+    sources = [Path(folder) / "engine" / "arg_utils.py"]
+    sources += sorted(Path(folder).rglob("cli_args.py"))
+    flags = {"--help"}
+    for path in sources:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and str(node.value).startswith("--"):
+                flags.add(node.value)
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                flags.add("--" + node.target.id.replace("_", "-"))
+    return flags
+
+
+def make_targets():
+    return re.findall(r"^([\w-]+):", read("Makefile"), re.MULTILINE)
+
+
+def check_command(words, page):
+    program, *rest = words
+    options = [word.partition("=")[0] for word in rest if re.match(r"--?[a-z]", word)]
+    if program == "make":
+        for word in rest:
+            assert "=" in word or word in make_targets(), words
+    elif program in ("vf-vllm", "vllm"):
+        assert {*options} <= server_flags(), words
+    elif program == "vf-gepa":  # whose options depend on the environment
+        program = Path(sys.executable).parent / program
+        run_python(program, *rest, "--dry-run", folder=".", PYTHONPATH=str(EXAMPLE))
+    elif program.startswith("vf-"):
+        tables = {field.alias or name for name, field in RunConfig.model_fields.items()}
+        for option in options:
+            key = option[2:].replace("-", "_")
+            if key.startswith("trainer.args."):
+                kind = SFTConfig if program == "vf-sft" else RLConfig
+                assert key.rpartition(".")[2] in {f.name for f in fields(kind)}, words
+            elif program == "vf-sft" and key.startswith("data."):
+                assert key[5:] in DataTable.model_fields, words
+            elif key.partition(".")[0] in tables or key in flat.MOVED:
+                assert "." in key or key == "model" or key in flat.MOVED, words
+            else:
+                said = help_of(program, *(word for word in rest[:1] if word in COMMANDS))
+                assert re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", said), (option, words)
+    elif program == "torchrun" or words[:2] == ["accelerate", "launch"]:
+        parser = launch_command_parser() if program == "accelerate" else get_args_parser()
+        known = parser._option_string_actions
+        script = next(i for i, word in enumerate(rest) if word.endswith(".py") or word == "-m")
+        assert {word for word in rest[:script] if word.startswith("--")} <= {*known}, words
+        if "--config_file" in rest:
+            assert (ROOT / rest[rest.index("--config_file") + 1]).is_file(), words
+    elif program == "python" and rest[:2] == ["-m", "pytest"]:
+        assert all((ROOT / path).is_file() for path in rest[2:]), words
+    elif program in ("python", ".venv/bin/python"):
+        script = ROOT / rest[0]
+        in_workspace = workspace_files("skeleton").get(rest[0], b"").decode()
+        assert script.is_file() or in_workspace, words  # after vf-setup
+        source = script.read_text() if script.is_file() else in_workspace
+        assert all(f'"{option}"' in source for option in options), words
+    else:
+        assert program in OTHERS, f"{page}: {words}"
+        if program == "cp":
+            assert (ROOT / rest[0]).is_file(), words
+        for extras in re.findall(r"\.\[([\w,]+)\]", " ".join(rest)):
+            known = tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"]
+            assert {*extras.split(",")} <= {*known}, words
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", pages_with("bash"))
 def test_commands_and_their_options_exist(page, in_docs_folder):
-    text = "\n".join(blocks(page, "bash")).replace("\\\n", " ")
-    subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=10)
-    for path in re.findall(r"\b(?:examples|benchmarks|tests)/[\w/]+\.\w+\b", text):
-        assert (ROOT / path).is_file() or "/outputs/" in path, path
-    for target in re.findall(r"^make (?:\w+=\S+ )?([\w-]+)", text, re.MULTILINE):
-        assert f"\n{target}:" in read("Makefile"), target
-    extras = tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"]
-    for names in re.findall(r"\.\[([\w,]+)\]", text):
-        assert {*names.split(",")} <= {*extras}, names
-    for line in re.findall(r"^vf-gepa .*", text, re.MULTILINE):
-        program, *words = shlex.split(line)
-        program = Path(sys.executable).parent / program
-        run_python(program, *words, "--dry-run", folder=in_docs_folder, PYTHONPATH=str(EXAMPLE))
-    for line in re.findall(r"\bvf-(?:rl|sft|train|setup) (.*)", text):
-        for option in re.findall(r"(?<!\S)--([\w.-]+)", line):
-            is_known = option.rpartition(".")[2].replace("-", "_") in known_options()
-            assert is_known or option.startswith("env."), option  # which has options of its own
+    for text in blocks(page, "bash"):
+        subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=10)
+    for words in commands(page):
+        check_command(words, page)
+
+
+# --- Names ----------------------------------------------------------------------------------------
+
+
+def metrics():
+    return {*re.findall(r"^\| `([\w/@]+)` \|", read("docs/metrics.md"), re.MULTILINE)}
+
+
+def known_names():
+    options = {option.name for option in fields(RLConfig)}
+    tables = {"gpus", "model", "env", "weight", "class", "max_turns", "args", "replicas"}
+    tables |= {"trainer_nodes", "inference_nodes", "import_from", "env_file"}
+    tables.add("chat_template_kwargs")  # of an agent's sampling
+    flags = {flag[2:].replace("-", "_") for flag in server_flags()}
+    arguments = {"loss_fn", "advantage_fn", "example_order", "peft_config"}
+    arguments |= {option.name for option in fields(GroupFilter)}
+    arguments |= {"eps_low", "eps_high", "max_ratio", "min_ratio", "completion", "prompt"}
+    return options | tables | flags | arguments | metrics() | {*LOSSES, *MASKS, *ADVANTAGES}
+
+
+CHECKED = ("troubleshooting", "scaling", "from_trl")
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_names_of_options_and_metrics_exist(name):
+    known, page = known_names(), prose(f"docs/{name}.md")
+    # In tables about TRL, only our column is checked.
+    if name == "from_trl":
+        rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]
+        page = "\n".join(row[-2] if len(row) == 4 else row[-1] for row in rows)
+    found = set()
+    for code in re.findall(r"`([^`]+)`", page):
+        words = re.match(r"([a-z]\w*(?:/\w+)?)(?: = .*)?$", code)
+        if words and ("_" in code or " = " in code):
+            found.add(words.group(1))
+    foreign = {"max_completion_length", "epsilon_high"}
+    unknown = {
+        word
+        for word in found - foreign
+        if word not in known and f"{word.partition('/')[0]}/NAME" not in known
+        and not (word.startswith("eval_") and word.removeprefix("eval_") in known)
+    }  # fmt: skip
+    assert len(found) > 4 and not unknown
 
 
 # --- The site -------------------------------------------------------------------------------------
