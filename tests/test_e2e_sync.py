@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,6 @@ from transformers import AutoModelForCausalLM
 
 from tests.conftest import Started, free_port, running_server, wait_until
 from tests.helpers import (
-    ROOT,
     at_bucket,
     example_env,
     load_example,
@@ -120,12 +118,12 @@ def load(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def perturb(model, seed, scale=0.02):
-    """A step of training, as far as the server can tell."""
+def perturb(model, seed, scale=0.02, part=""):
+    """A step of training, as far as the server can tell, of weights whose names have this part."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and part in name:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
 
 
@@ -223,8 +221,6 @@ def test_weights_arrive_in_both_halves_of_a_bfloat16_server(bfloat16_server, con
             # bfloat16 has 8 bits: the rounding of its kernels, and far from the other weights.
             assert largest_difference(new, server, sync.model_name) < 0.05
             assert largest_difference(old, server, sync.model_name) > 0.25
-        sent = [p for p in new.parameters() if p.requires_grad] if kind == "adapter" else None
-        assert sync.plan.num_bytes == 2 * sum(p.numel() for p in sent or old.parameters())
 
 
 @pytest.mark.parametrize("kind", ["full", "adapter"])
@@ -268,13 +264,6 @@ def test_a_server_that_is_killed_while_its_engine_starts_leaves_nothing(models, 
         wait_until(lambda: not group_of(server), 60)
 
 
-def change_routers(model, scale, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for _, router in routers_of(model):
-            router.weight += scale * torch.randn(router.weight.shape, generator=generator)
-
-
 @pytest.fixture(scope="module")
 def expert_server(tmp_path_factory):
     """Of a mixture of experts, two of which are nearly equal in the routers' eyes. It returns the
@@ -284,7 +273,7 @@ def expert_server(tmp_path_factory):
     with torch.no_grad():
         for _, router in routers_of(model):
             router.weight[2] = router.weight[1]
-    change_routers(model, 1e-6)
+    perturb(model, 0, 1e-6, ".mlp.gate.")
     folder = tmp_path_factory.mktemp("model")
     model.save_pretrained(folder)
     load_example("warm_start").make_tokenizer().save_pretrained(folder)
@@ -305,7 +294,8 @@ def test_experts_arrive_exactly(expert_server, connect):
     merged = connect(server, lora_sync="merged")
     for targets in (["q_proj", "o_proj"], TARGETS):  # which has an adapter of each expert
         model = load(folder)
-        change_routers(model, 0.5)  # as they are, rounding decides between two of the experts
+        # As the routers are, rounding decides between two of the experts.
+        perturb(model, 0, 0.5, ".mlp.gate.")
         model = get_peft_model(model, LoraConfig(r=4, target_modules=targets))
         perturb(model, seed=4, scale=0.05)
         push_to(merged, model, 4)
@@ -318,7 +308,7 @@ class RoundedOtherwise(RLTrainer):
 
     def push_weights(self):
         super().push_weights()
-        change_routers(self.model, 2e-6, seed=1)
+        perturb(self.model, 1, 2e-6, ".mlp.gate.")
 
 
 def test_a_run_with_router_replay_computes_the_logprobs_that_the_server_sampled_with(
@@ -346,10 +336,8 @@ def test_a_run_with_router_replay_computes_the_logprobs_that_the_server_sampled_
         trainer.train()
         apart[replays] = max(found)
         (metrics[replays],) = [row for row in trainer.state.log_history if "reward" in row]
-    print(f"{apart[False]:.2g} nats apart without replay, {apart[True]:.2g} with it")
     assert apart[False] > 1e-3 and apart[True] < 1e-5
     assert metrics[True]["mismatch_kl"] < 1e-9 < metrics[False]["mismatch_kl"]
-    assert 1.0 < metrics[True]["expert_load_max"] <= 2.0 and "expert_load_max" not in metrics[False]
 
 
 @pytest.mark.parametrize(
@@ -402,9 +390,10 @@ def test_a_hundred_updates_leave_memory_as_it_is(server_of_kind, connect):
     assert largest_difference(model, server, sync.model_name) < 1e-4
 
 
-def test_tokens_on_both_sides_of_a_push_carry_their_version(full_server, connect):
-    """Those of adapters in several engines, above."""
-    check_tokens_on_both_sides("full", *full_server, connect)
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_tokens_on_both_sides_of_a_push_carry_their_version(full_server, connect, sleeps):
+    """Those of adapters in several engines, above. Requests of a server that sleeps wait."""
+    check_tokens_on_both_sides("full", *full_server, connect, sleeps=sleeps)
 
 
 def group_of(server):
@@ -429,7 +418,7 @@ def policy(folder, kind):
 # --- While requests are running -----------------------------------------------------------------
 
 
-def check_tokens_on_both_sides(kind, folder, server, connect, num_requests=1):
+def check_tokens_on_both_sides(kind, folder, server, connect, num_requests=1, sleeps=False):
     models = [policy(folder, kind) for _ in range(2)]
     for seed, model in enumerate(models):
         perturb(model, seed)
@@ -441,7 +430,12 @@ def check_tokens_on_both_sides(kind, folder, server, connect, num_requests=1):
                 threads.submit(ask, server, sync.model_name, engine)
                 for engine in range(num_requests)
             ]
-            time.sleep(0.02 + 0.02 * attempt)
+            time.sleep(0.02 * 1.4**attempt)  # on a busy machine it comes seconds later
+            if sleeps:
+                sync.sleep()
+                waiting = threads.submit(ask, server, sync.model_name, max_tokens=1)
+                time.sleep(0.5)
+                assert not waiting.done()
             push_to(sync, models[1], 1)
         results = [parts_of(request.result()) for request in running]
         if all(len(spans) == 2 for _, _, spans in results):
@@ -450,61 +444,18 @@ def check_tokens_on_both_sides(kind, folder, server, connect, num_requests=1):
         assert len(token_ids) == 80 and [version for _, version in spans] == [0, 1]
         split = spans[1][0]
         assert 0 < split < 80
-        old, new = (logprobs_under(model, token_ids, PROMPT[:40]) for model in models)
-        given = torch.tensor(logprobs)
-        assert (given - old)[:split].abs().max() < 1e-4
-        # New weights over the keys and values of the old ones: neither policy's logprobs.
-        assert (given - new)[split:].abs().max() > 1e-3
+        old, new = (
+            (logprobs_under(model, token_ids, PROMPT[:40]) - torch.tensor(logprobs)).abs()
+            for model in models
+        )
+        assert old[:split].max() < 1e-4
+        # Asleep, it gives up the keys and values of the old weights, which are computed anew. Else
+        # the new weights are over the old ones' keys and values: neither policy's logprobs.
+        assert new[split:].max() < 1e-4 if sleeps else new[split:].max() > 1e-3
+    if sleeps:
+        assert parts_of(waiting.result())[2] == [(0, 1)]
     # What the push left in the prefix cache serves nobody after it.
     assert largest_difference(models[1], server, sync.model_name) < 1e-4
-
-
-# --- A server that sleeps -----------------------------------------------------------------------
-
-
-def test_requests_of_a_server_that_sleeps_wait_and_go_on_under_the_weights_of_the_next_push(
-    full_server, connect
-):
-    folder, server = full_server
-    old, new = (policy(folder, "full") for _ in range(2))
-    perturb(new, seed=1)
-    sync = connect(server)
-    for attempt in range(20):  # until the server falls asleep in the middle of the request
-        push_to(sync, old, 0)
-        with ThreadPoolExecutor() as threads:
-            running = threads.submit(ask, server, sync.model_name)
-            time.sleep(0.02 * 1.4**attempt)  # on a busy machine it comes seconds later
-            sync.sleep()
-            waiting = threads.submit(ask, server, sync.model_name, max_tokens=1)
-            time.sleep(0.5)
-            assert not waiting.done()
-            push_to(sync, new, 1)
-        assert parts_of(waiting.result())[2] == [(0, 1)]
-        token_ids, logprobs, spans = parts_of(running.result())
-        if len(spans) == 2:
-            break
-    assert len(token_ids) == 80 and [version for _, version in spans] == [0, 1]
-    split = spans[1][0]
-    before, after = (logprobs_under(model, token_ids, PROMPT[:40]) for model in (old, new))
-    # Its keys and values are computed anew, of the new weights.
-    expected = torch.cat([before[:split], after[split:]])
-    torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=0, atol=1e-4)
-    assert largest_difference(new, server, sync.model_name) < 1e-4
-
-
-def test_a_trainer_killed_in_a_push_leaves_a_server_for_the_next_one(full_server, connect):
-    folder, server = full_server
-    connect.leave()
-    words = [sys.executable, "-c", KILLED_IN_A_PUSH, str(folder), str(server.port)]
-    killed = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=ROOT)
-    assert killed.returncode == -signal.SIGKILL and "in the middle" in killed.stdout, killed.stderr
-    model = load(folder)
-    perturb(model, seed=5)
-    sync = connect(server)
-    push_to(sync, model, 0)
-    assert largest_difference(model, server, sync.model_name) < 1e-4
-    assert sync.client.status()["policy_version"] == 0
-    sync.check_server()
 
 
 # --- Trainers come and go -----------------------------------------------------------------------
