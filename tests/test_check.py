@@ -7,7 +7,7 @@ import pytest
 
 from tests.conftest import processes_of
 from tests.helpers import make_tiny_model, run_python
-from tests.test_e2e_train import write_run
+from tests.test_e2e_train import words_of_run
 from verifiers_rl.cli import rl
 from verifiers_rl.cli.config import load_run_config
 from verifiers_rl.report.run_folder import write_metrics
@@ -71,10 +71,9 @@ def test_what_is_wrong_is_said_and_keeps_the_servers_logs(check_with, tmp_path, 
 
 @pytest.mark.e2e
 def test_a_run_that_works_is_ok_and_leaves_nothing_behind(warm_start, tmp_path):
-    toml = write_run(tmp_path, warm_start)
     # A short name: vLLM's sockets lie there, and their paths have 107 characters at most.
     with tempfile.TemporaryDirectory() as temporary:
-        words = ["-m", "verifiers_rl.cli.rl", "--check", "@", toml]
+        words = ["-m", "verifiers_rl.cli.rl", "--check", *words_of_run(tmp_path, warm_start)]
         done = run_python(*words, VF_RL_TEST=str(tmp_path), TMPDIR=temporary)
         assert not list(Path(temporary).glob("vf-rl-check-*"))
     *_, first, second, last = done.stdout.splitlines()
