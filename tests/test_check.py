@@ -1,5 +1,6 @@
 """`vf-rl --check`: two small steps of a run."""
 
+import re
 import tempfile
 from pathlib import Path
 
@@ -15,12 +16,12 @@ from verifiers_rl.report.run_folder import write_metrics
 
 @pytest.fixture
 def check_with(tmp_path, monkeypatch):
-    """Checks a configuration whose run has this status and these mismatches."""
+    """Checks a configuration whose run has this status and this mismatch in both steps."""
     make_tiny_model().save_pretrained(tmp_path / "model")
     (tmp_path / "logs").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "logs"))
 
-    def check_with(trainer_args="", status=0, mismatches=(0.001, 0.001)):
+    def check_with(trainer_args="", status=0, mismatch=0.001):
         path = tmp_path / "rl.toml"
         path.write_text(
             'model = "./model"\n[env]\nid = "e"\n[inference]\ngpus = 0\n[trainer]\ngpus = 0\n'
@@ -30,10 +31,11 @@ def check_with(tmp_path, monkeypatch):
 
         def run(config):
             seen.update(config.make_args(use_cpu=True, bf16=False).to_dict())
-            Path(seen["output_dir"], "logs").mkdir()
-            Path(seen["output_dir"], "logs", "inference.log").write_text("of the server")
-            rows = [{"step": n, "mismatch_kl": kl} for n, kl in enumerate(mismatches, 1)]
-            write_metrics(Path(seen["output_dir"], "metrics.jsonl"), rows)
+            folder = Path(seen["output_dir"])
+            (folder / "logs").mkdir()
+            (folder / "logs" / "inference.log").write_text("of the server")
+            rows = [{"step": step, "mismatch_kl": mismatch} for step in (1, 2)]
+            write_metrics(folder / "metrics.jsonl", rows)
             return status
 
         monkeypatch.setattr(rl, "run_anywhere", run)
@@ -44,12 +46,10 @@ def check_with(tmp_path, monkeypatch):
 
 def test_two_small_steps_run_in_a_folder_that_is_removed(check_with, tmp_path, capsys):
     given = "batch_size = 64\nrollouts_per_example = 8\nmax_steps = 500\nlearning_rate = 3e-4\n"
-    given += 'report_to = "tensorboard"\nrun_name = "mine"\n'
-    status, seen = check_with(given)
+    status, seen = check_with(given + 'report_to = "tensorboard"\nrun_name = "mine"\n')
     assert status == 0 and capsys.readouterr().out.endswith("vf-rl: all is ok\n")
     assert (seen["max_steps"], seen["batch_size"], seen["report_to"]) == (2, 16, [])
     assert (seen["learning_rate"], seen["run_name"]) == (3e-4, "mine")
-    assert Path(seen["output_dir"]).parent == tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "model", "rl.toml"]
     assert not list((tmp_path / "logs").iterdir())
 
@@ -58,8 +58,8 @@ def test_two_small_steps_run_in_a_folder_that_is_removed(check_with, tmp_path, c
     "how, said",
     [
         ({"status": 3}, "to fix: status 3; the servers' output is in"),
-        ({"mismatches": (0.001, 0.3)}, "to fix: mismatch_kl above 0.02: docs/mismatch.md"),
-        ({"mismatches": (float("nan"),)}, "to fix: mismatch_kl above 0.02"),
+        ({"mismatch": 0.3}, "to fix: mismatch_kl above 0.02: docs/mismatch.md"),
+        ({"mismatch": float("nan")}, "to fix: mismatch_kl above 0.02"),
     ],
 )
 def test_what_is_wrong_is_said_and_keeps_the_servers_logs(check_with, tmp_path, capsys, how, said):
@@ -76,9 +76,6 @@ def test_a_run_that_works_is_ok_and_leaves_nothing_behind(warm_start, tmp_path):
         words = ["-m", "verifiers_rl.cli.rl", "--check", *words_of_run(tmp_path, warm_start)]
         done = run_python(*words, VF_RL_TEST=str(tmp_path), TMPDIR=temporary)
         assert not list(Path(temporary).glob("vf-rl-check-*"))
-    *_, first, second, last = done.stdout.splitlines()
-    for number, line in enumerate((first, second), 1):
-        assert line.startswith(f"vf-rl: step {number}: reward ") and "mismatch_kl" in line
-    assert last == "vf-rl: all is ok"
-    assert processes_of(tmp_path) == {}
-    assert not list(tmp_path.glob(".vf-rl-check-*")) and not (tmp_path / "run").exists()
+    pattern = r"vf-rl: step 1: reward .*mismatch_kl.*\n.*step 2: .*\nvf-rl: all is ok\n$"
+    assert re.search(pattern, done.stdout)
+    assert processes_of(tmp_path) == {} and not list(tmp_path.iterdir())
