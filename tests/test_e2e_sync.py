@@ -15,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from tests.conftest import Started, free_port, running_server, wait_until
+from tests.families import write_family
 from tests.helpers import (
     at_bucket,
     example_env,
@@ -22,7 +23,6 @@ from tests.helpers import (
     make_tiny_moe,
     push_to,
     share_memory_of_cpu,
-    write_tiny_qwen3_5,
 )
 from verifiers_rl import RLConfig, RLTrainer, cispo
 from verifiers_rl.inference.client import (
@@ -344,13 +344,13 @@ def test_a_run_with_router_replay_computes_the_logprobs_that_the_server_sampled_
     "experts, kind", [(False, "adapter"), (True, "full")], ids=["dense", "experts"]
 )
 def test_qwen3_5_arrives_where_its_checkpoint_has_a_vision_tower(connect, tmp_path, experts, kind):
-    write_tiny_qwen3_5(folder := tmp_path / "model", experts)
+    write_family("qwen3_5_moe" if experts else "qwen3_5", tmp_path)
     old, model = (
-        load_policy(str(folder), RLConfig(use_cpu=True, use_lora=use_lora))
+        load_policy(str(tmp_path), RLConfig(use_cpu=True, use_lora=use_lora))
         for use_lora in (False, kind == "adapter")
     )
     flags = ("--open", *(LORA if kind == "adapter" else ()))
-    with running_server(folder, tmp_path / "server.log", *flags, dtype="auto") as server:
+    with running_server(tmp_path, tmp_path / "server.log", *flags, dtype="auto") as server:
         sync = connect(server)
         for version in range(3):
             perturb(model, seed=version, scale=0.05 if kind == "adapter" else 0.02)

@@ -3,7 +3,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from tests.helpers import make_tiny_llama, make_tiny_model, make_tiny_moe, write_tiny_qwen3_5
+from tests.families import write_family
+from tests.helpers import make_tiny_llama, make_tiny_model, make_tiny_moe
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.models import (
     check_policy,
@@ -23,7 +24,7 @@ def options(**given):
 @pytest.fixture(scope="module", params=[False, True], ids=["dense", "experts"])
 def qwen3_5(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("qwen3_5")
-    write_tiny_qwen3_5(folder, experts=request.param)
+    write_family("qwen3_5_moe" if request.param else "qwen3_5", folder)
     return AutoModelForCausalLM.from_pretrained(folder), request.param
 
 
