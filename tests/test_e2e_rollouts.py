@@ -5,10 +5,9 @@ after exactly the tokens that it was sampled after.
 import asyncio
 import json
 import os
-import urllib.error
-import urllib.request
 from collections import Counter
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -247,13 +246,9 @@ def test_agents_that_exist_already_are_trained_on_what_was_sampled(
 
 def post(server, body, path="/v1/chat/completions/tokens", key=None):
     headers = {"Authorization": f"Bearer {key or os.environ[TOKEN_VARIABLE]}"}
-    headers |= {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{server.url}{path}", json.dumps(body).encode(), headers)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as reply:
-            return reply.status, json.load(reply)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
+    given = {"json": body, "headers": headers, "timeout": 60, "trust_env": False}
+    reply = httpx.post(f"{server.url}{path}", **given)
+    return reply.status_code, reply.json()
 
 
 def test_the_tokens_route_prompts_with_these_tokens_and_refuses_others(server, tokenizer):
@@ -289,17 +284,14 @@ def test_replies_to_a_group_are_those_to_its_requests_one_by_one(server, choice)
             http = client.of_rollout(session)
             return await http.reply_to(body, [70, 71, 72], is_first=is_first)
 
-    async def ask_all():
+    async def ask_all(is_first):
         client = ServerClient(f"{server.url}/v1", 60.0)
         try:
-            return [
-                await asyncio.gather(*(ask(client, number, is_first) for number in range(6)))
-                for is_first in (False, True)
-            ]
+            return await asyncio.gather(*(ask(client, number, is_first) for number in range(6)))
         finally:
             await client.close()
 
-    alone, together = asyncio.run(ask_all())
+    alone, together = (asyncio.run(ask_all(is_first)) for is_first in (False, True))
     assert len({reply.completion["id"] for reply in together}) == 1  # one request
     for one, other in zip(alone, together, strict=True):
         for ours, theirs in zip(one.sampled, other.sampled, strict=True):

@@ -18,7 +18,6 @@ import pytest
 from tests.conftest import Started
 from tests.helpers import make_tiny_model, write_environment
 from tests.machines import REACH_SERVERS, STAND_INS, machines
-from verifiers_rl.cli import rl
 from verifiers_rl.cli.children import Child
 from verifiers_rl.cli.config import TomlError, load_run_config
 from verifiers_rl.cli.plan import ServerPlan, plan_servers
@@ -34,13 +33,6 @@ def read_toml(tmp_path, text="", env='[env]\nid = "e"\n'):
     path = tmp_path / "config.toml"
     path.write_text(f'model = "./model"\n{env}[cluster]\naddress = "auto"\n{text}')
     return path
-
-
-def test_without_ray_the_error_names_the_extra(tmp_path, monkeypatch, run_main):
-    monkeypatch.setitem(sys.modules, "ray", None)  # which importing it takes for an error
-    _, _, said = run_main(rl.main, "@", read_toml(tmp_path))
-    assert "[cluster] a run on several machines needs Ray, which is not installed" in said
-    assert "pip install 'verifiers-rl[ray]'" in said
 
 
 def test_what_travels_is_a_toml_and_the_modules_beside_it(tmp_path, capsys):

@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 
-from tests.test_run_folder import save
 from verifiers_rl.cli import rl
 from verifiers_rl.cli.config import load_run_config
 from verifiers_rl.cli.resolved import RESOLVED, resolved_text, write_resolved
@@ -87,15 +86,6 @@ def test_it_runs_as_it_is_from_any_folder_and_gives_itself_again(run, tmp_path, 
     assert first.trainer.args.items() <= again.trainer.args.items()
     _, repeated, _ = run("@", str(written))
     assert tomllib.loads(repeated)["trainer"] == tomllib.loads(printed)["trainer"]
-
-
-def test_a_dry_run_refuses_what_the_run_would_refuse(run, tmp_path):
-    checkpoint = save(tmp_path / "here" / "outputs" / "rl", 3)
-    status, printed, said = run(*FILES)
-    assert (status, printed) == (1, "") and "holds a run already (checkpoint-3)" in said
-    for option in ("--resume", "--overwrite"):
-        status, printed, _ = run(*FILES, option)
-        assert status == 0 and "max_steps = 7" in printed and checkpoint.is_dir()
 
 
 def test_paths_that_are_relative_to_where_the_run_starts_are_absolute_in_it(tmp_path, monkeypatch):
