@@ -42,25 +42,10 @@ def test_a_wrong_line_is_named_and_not_shown(tmp_path, line):
     assert line not in str(caught.value)
 
 
-def test_files_are_relative_to_the_toml_and_may_be_several(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "sub").mkdir()
-    for name in ("a.env", "sub/b.env"):
-        (tmp_path / name).write_text("A=1\n")
-    toml = tmp_path / "sub" / "config.toml"
-    toml.write_text('env_file = ["../a.env", "b.env"]\nmodel = "m"\n[env]\nid = "e"\n')
-    for words, names in (
-        ([], ["a.env", "sub/b.env"]),
-        ([("env_file", "a.env")], ["a.env"]),  # relative to where the command is given
-    ):
-        config = load_run_config(toml, words, checks_model=False)
-        assert config.env_files == [str(tmp_path / name) for name in names]
-
-
 def test_environments_get_them_and_programs_of_a_model_do_not(tmp_path, environment, monkeypatch):
     """That no other child gets them is tested in test_e2e_train.py."""
     environment["OF_SHELL"] = "shell"
-    (tmp_path / "secrets.env").write_text("PLAIN_NAME=hidden\nOF_SHELL=other\n")
+    (tmp_path / "secrets.env").write_text("PLAIN_NAME=veiled-9431\nOF_SHELL=other\n")
     toml = tmp_path / "config.toml"
     toml.write_text('env_file = "secrets.env"\nmodel = "m"\n[env]\nid = "e"\n')
     seen, load = {}, "verifiers_rl.envs.v1_loading.load_v1_environment"
@@ -68,13 +53,13 @@ def test_environments_get_them_and_programs_of_a_model_do_not(tmp_path, environm
     config = load_run_config(toml, checks_model=False)
     assert "PLAIN_NAME" not in environment  # not before an environment is loaded
     config.load_envs()
-    assert (seen["PLAIN_NAME"], seen["OF_SHELL"]) == ("hidden", "shell")
+    assert (seen["PLAIN_NAME"], seen["OF_SHELL"]) == ("veiled-9431", "shell")
     # Whatever their names. A worker inherits the list of names.
     assert is_secret("PLAIN_NAME") and not is_secret("PATH")
     assert not {"PLAIN_NAME", "OF_SHELL"} & local_runtime.os.environ.keys()
     assert "PATH" in local_runtime.os.environ
-    assert "hidden" not in environment[secret_names.LISTED]
-    assert without_secrets("if note == 'hidden': pass") == "if note == '***': pass"
+    assert "veiled-9431" not in environment[secret_names.LISTED]
+    assert without_secrets("if note == 'veiled-9431': pass") == "if note == '***': pass"
 
 
 @pytest.mark.parametrize(

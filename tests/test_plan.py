@@ -2,7 +2,6 @@
 
 import json
 import os
-from contextlib import closing
 
 import pytest
 
@@ -11,8 +10,6 @@ from tests.helpers import ROOT
 from verifiers_rl.cli import gpus, plan, rl
 from verifiers_rl.cli.config import TomlError
 from verifiers_rl.cli.plan import SERVERS_VARIABLE, plan_servers
-from verifiers_rl.cli.supervise import ThisMachine
-from verifiers_rl.inference.client import TOKEN_VARIABLE
 
 ON_A_CPU = "inference.gpus = 0\ntrainer.gpus = 0"
 TEACHERS = """
@@ -226,22 +223,6 @@ def test_a_deterministic_run_on_a_gpu_samples_alike_in_any_batch(monkeypatch):
     for of_user, expected in (("", "1"), ("0", "0")):
         monkeypatch.setattr(os, "environ", {"VLLM_BATCH_INVARIANT": of_user} if of_user else {})
         assert [one.env for one in plan_servers(config)] == [{"VLLM_BATCH_INVARIANT": expected}]
-
-
-def test_logs_of_servers_begin_empty_or_one_clear_error_says_why_not(tmp_path, monkeypatch):
-    monkeypatch.setenv(TOKEN_VARIABLE, "of another run")
-    config = make_config(ON_A_CPU)
-    plans = plan_servers(config)
-    plans[0].port = 0
-    (log := tmp_path / "inference.log").write_text("of a run before")
-    with closing(ThisMachine(config, plans, tmp_path, list)) as here:
-        here.open()
-    assert log.read_text() == ""
-    with (
-        closing(ThisMachine(config, plans, log, list)) as here,
-        pytest.raises(TomlError, match=r"\.log, for the servers' output: (File ex|Not a dir)"),
-    ):
-        here.open()
 
 
 def test_trainer_options_are_checked_before_anything_starts():
