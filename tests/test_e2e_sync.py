@@ -341,15 +341,10 @@ def memory_of(processes):
     return sum(pages) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
-@pytest.fixture(params=["full", "adapter"])
-def server_of_kind(request):
-    """What is trained, and a server that takes it, with its folder."""
-    name = {"full": "full_server", "adapter": "lora_server"}[request.param]
-    return request.param, *request.getfixturevalue(name)
-
-
-def test_a_hundred_updates_leave_memory_as_it_is(server_of_kind, connect):
-    kind, folder, server = server_of_kind
+@pytest.mark.parametrize("kind", ["full", "adapter"])
+def test_a_hundred_updates_leave_memory_as_it_is(request, connect, kind):
+    name = {"full": "full_server", "adapter": "lora_server"}[kind]
+    folder, server = request.getfixturevalue(name)
     model, sync = policy(folder, kind), connect(server)
     for version in range(120):
         if version == 20:

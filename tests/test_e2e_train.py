@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -187,15 +186,19 @@ def words_of_run(folder, model, **options):
     return ["@", str(EXAMPLE / "rl.toml"), "--model", str(model), *words]
 
 
-# Runs where an environment is loaded: what does this process know, and what does the server?
+# Runs where an environment is loaded: what does this process know, and what does the server, or who
+# reads command lines?
 SPY = """
 import os
 from pathlib import Path
 from tests.conftest import processes_of
 
 _folder = Path(__file__).parent
-_servers = [p for p, line in processes_of(_folder).items() if "inference.server" in line]
+_lines = processes_of(_folder)
+_servers = [p for p, line in _lines.items() if "inference.server" in line]
 _told = [p for p in _servers if b"veiled-9431" in Path(f"/proc/{p}/environ").read_bytes()]
+_token = os.environ.get("VERIFIERS_RL_TOKEN")
+_told += [line for line in _lines.values() if _token and _token in line]
 (_folder / f"seen-{os.getpid()}").write_text(
     f"{os.environ.get('JUDGE_NOTE')} {bool(_servers)} {bool(_told)}"
 )
@@ -245,9 +248,7 @@ def test_the_flat_example_runs_on_a_cpu_with_another_model_and_environment(warm_
     assert "veiled-9431" not in done.stdout + done.stderr
 
 
-def test_vf_rl_starts_a_killed_server_again_beside_a_teacher_and_training_goes_on(
-    warm_start, tmp_path
-):
+def test_a_toml_mixes_rewards_and_a_teacher_that_vf_rl_serves(warm_start, tmp_path):
     # The environment with rewards, and the same one with the student as its teacher.
     own = 'taskset = { id = "reverse_text", instruction = "" }\n'
     (tmp_path / "taught.toml").write_text(
@@ -255,34 +256,13 @@ def test_vf_rl_starts_a_killed_server_again_beside_a_teacher_and_training_goes_o
         f'teacher = "same"\n{own}[[teacher]]\nname = "same"\nmodel = "{warm_start}"\n'
         '[teacher.args]\ndtype = "float32"\nenforce_eager = true\nmax_num_seqs = 64\n'
     )
-    words = words_of_run(tmp_path, warm_start, max_steps=12, eval_strategy="no")
-    words += ["@", str(tmp_path / "taught.toml")]
-    command = [sys.executable, "-m", "verifiers_rl.cli.rl", *words]
-    environment = {**os.environ, "VF_RL_TEST": str(tmp_path)}
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    with Started(command, environment, tmp_path / "output.log") as run:
-        run.wait_until(lambda: metrics.is_file() and metrics.read_text().count('"reward"') > 1)
-        lines = processes_of(tmp_path)
-        server, trainer = (
-            next(pid for pid, line in lines.items() if part in line)
-            for part in ("--max-model-len 64", "verifiers_rl.cli.train")  # the teacher's is 65
-        )
-        told = Path(f"/proc/{trainer}/environ").read_text()
-        (key,) = re.findall(r"VERIFIERS_RL_TOKEN=([\w-]+)", told)
-        assert not any(key in line for line in lines.values())
-        os.kill(server, signal.SIGKILL)
-        assert run.process.wait(300) == 0, run.said()
-    assert "inference ended with status 137; starting it again in 1 s" in run.said()
-    rows = [row for row in read_metrics(metrics) if "reward" in row]
-    # Every step once, and what was sampled again was sampled by the newest weights.
-    assert [row["step"] for row in rows] == list(range(1, 13))
-    versions = [row["policy_version"] for row in rows]
-    assert versions == sorted(versions) and max(row["staleness"] for row in rows) == 1
-    # 0: the first, and after the restart unless its batch had come before the server died.
-    assert [row["staleness"] for row in rows].count(0) in (1, 2)
+    words = words_of_run(tmp_path, warm_start, max_steps=6, eval_strategy="no")
+    words += ["@", tmp_path / "taught.toml"]
+    run_python("-m", "verifiers_rl.cli.rl", *words, VF_RL_TEST=str(tmp_path))
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    kls = [row["taught/teacher_kl"] for row in rows if "reward" in row]
     # At the start the teacher is the student itself, and then the student leaves it.
-    kls = [row["taught/teacher_kl"] for row in rows]
-    assert abs(kls[0]) < 1e-5 and max(map(abs, kls[2:])) > 1e-4, kls
+    assert len(kls) == 6 and abs(kls[0]) < 1e-5 and max(map(abs, kls[2:])) > 1e-4, kls
     assert not any("rewarded/teacher_kl" in row for row in rows)
     assert processes_of(tmp_path) == {}
 

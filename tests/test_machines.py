@@ -14,7 +14,7 @@ from tests.machines import machines
 from tests.test_ray_engine import DRIVER, needs_ray, ray_folder
 from verifiers_rl.cli.children import ChildError
 from verifiers_rl.cli.config import TomlError, load_run_config
-from verifiers_rl.cluster.machines import Machine, join, machine_of, take_variables
+from verifiers_rl.cluster.machines import Machine, find_head, join, machine_of, take_variables
 from verifiers_rl.inference.client import TOKEN_VARIABLE
 
 FOUR = {"MASTER_ADDR": "10.0.0.5", "MASTER_PORT": "29500", "WORLD_SIZE": "3", "RANK": "1"}
