@@ -163,8 +163,8 @@ def test_both_layouts_mean_the_same(compose):
     [
         ("[lora]\nenabled = false", "use_lora = false"),
         ("[lora]\nrank = 4\nalpha = 8", "lora_rank = 4\nlora_alpha = 8"),
-        ("[difficulty_filter]\nmin_reward = 0.2", "group_filter.min_reward = 0.2"),
         ("[difficulty_filter]", "group_filter.min_reward_variance = 1e-6"),
+        ("[difficulty_filter]\nmin_reward = 0.2", "group_filter.min_reward = 0.2"),
         ("[kl_penalty]\nbeta = 0.1", "kl_beta = 0.1"),
         ("[wandb]", "report_to = ['wandb']"),
         (
@@ -177,7 +177,10 @@ def test_what_a_table_leaves_out(compose, text, ours):
     config = compose(f'model = "m"\n{text}\n[[env]]\nid = "e"\n')
     assert config.trainer.args == tomllib.loads(ours)
     assert [env.only for env in config.envs] == [None]
-    config.make_args(use_cpu=True)
+    # A later file switches off what an earlier one has set.
+    off = "[difficulty_filter]\nenabled = false\n[kl_penalty]\nenabled = false\n"
+    args = compose(FLAT, off, words="--oversampling_factor 3.0").make_args(use_cpu=True)
+    assert args.make_filter().lets_all_pass and (args.kl_beta, args.kl_target) == (0.0, None)
 
 
 def test_environments_of_evaluations_have_limits_of_their_own(compose):
@@ -211,14 +214,6 @@ def test_layers_of_both_layouts_compose_and_the_later_one_wins(compose):
     assert (args["temperature"], args["max_seq_len"], args["batch_size"]) == (0.5, 5, 32)
     assert [env.weight for env in config.envs] == [2, 4, 1.0]
     assert config.envs[2].eval_examples == 7 and args["eval_examples"] == 50
-
-
-@pytest.mark.parametrize("below", [FLAT, OURS], ids=["flat", "ours"])
-def test_a_later_flat_file_switches_off_what_an_earlier_one_has_set(compose, below):
-    off = "[difficulty_filter]\nenabled = false\n[kl_penalty]\nenabled = false\n"
-    meant = "--trainer.args.group_filter.max_oversampling 3.0"
-    args = compose(below, off, words=meant).make_args(use_cpu=True)
-    assert args.make_filter().lets_all_pass and (args.kl_beta, args.kl_target) == (0.0, None)
 
 
 OURS_BELOW = """
