@@ -25,10 +25,10 @@ from filelock import FileLock
 
 from tests.helpers import (
     EXAMPLE_MODULE,
-    ROOT,
     StubRunner,
     StubSink,
     StubSource,
+    environment_with,
     load_example,
     make_tiny_model,
     run_python,
@@ -36,7 +36,8 @@ from tests.helpers import (
 )
 from verifiers_rl import Orchestrator, RLConfig, RLTrainer
 from verifiers_rl.cli.config import load_run_config, overrides_of
-from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
+from verifiers_rl.cli.supervise import answers
+from verifiers_rl.inference.client import TOKEN_VARIABLE
 
 # A shell starts commands in the background with Ctrl-C ignored, and a process passes that on.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -147,21 +148,13 @@ def running_server(
     command = [sys.executable, "-m", module, "--model", str(model)]
     command += ["--port", str(port), "--dtype", dtype, "--enforce-eager"]
     command += ["--max-model-len", "128", *flags]
-    environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}  # vLLM then has more control routes
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment["PYTHONPATH"] = os.pathsep.join(paths)  # where tests' own servers are
+    # vLLM then has more control routes. Tests' own servers are in the repository.
+    environment = environment_with(VLLM_SERVER_DEV_MODE="1")
     # It ends with this process, also where that is killed. Linux would end it with another thread.
     if threading.current_thread() is threading.main_thread():
         environment["VERIFIERS_RL_DIE_WITH_PARENT"] = str(os.getpid())
-    client = InferenceClient("127.0.0.1", port)
-
-    def answers():
-        with suppress(InferenceServerError):
-            return bool(client.status())
-        return False
-
     with Started(command, environment, log) as started:
-        started.wait_until(answers)
+        started.wait_until(lambda: answers(("127.0.0.1", port)))
         yield Server(port, started.process, log)
 
 
@@ -264,8 +257,7 @@ def make_whole(tokenizer, tmp_path, monkeypatch):
 @pytest.fixture
 def kept_handlers():
     """Signal handlers as they were, afterwards."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
+    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -608,13 +608,17 @@ def weights_of(model):
 TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
+def environment_with(**variables):
+    """This process's environment with the repository on Python's path, and these variables."""
+    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | variables
+
+
 def run_python(*words, folder=ROOT, status=0, **variables):
     """Run Python with these words and the repository on its path, to an end with this status."""
-    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | variables
     done = subprocess.run(
         [sys.executable, *map(str, words)],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=500,
+        cwd=folder, env=environment_with(**variables), capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     assert done.returncode == status, done.stdout[-4000:] + done.stderr[-5000:]
     return done

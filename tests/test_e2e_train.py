@@ -1,7 +1,6 @@
 """Training against the real vLLM server: it learns, and what breaks ends in seconds."""
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -15,6 +14,7 @@ from tests.helpers import (
     EXAMPLE,
     EXAMPLE_MODULE,
     ROOT,
+    environment_with,
     example_env,
     load_example,
     run_python,
@@ -349,10 +349,9 @@ def test_a_run_on_a_shared_device_goes_on_when_either_side_is_killed_in_a_phase(
     options |= {"max_steps": 5, "batch_size": 32, "max_off_policy_steps": 0}
     words = ["-c", LIKE_A_GPU, *words_of_run(tmp_path, model, **options)]
     words += ["@", str(tmp_path / "turns.toml")]
-    variables = {"VF_RL_TEST": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    with Started(
-        [sys.executable, *words], {**os.environ, **variables}, tmp_path / "output.log"
-    ) as run:
+    variables = {"VF_RL_TEST": str(tmp_path)}
+    environment = environment_with(**variables)
+    with Started([sys.executable, *words], environment, tmp_path / "output.log") as run:
         assert run.process.wait(900) == 128 + signal.SIGKILL, run.said()[-6000:]
     assert run.said().count("inference ended with status 137; starting it again in 1 s") == 3
     assert processes_of(tmp_path) == {}  # the server that slept has ended, too

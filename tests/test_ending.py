@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.conftest import free_port, processes_of, wait_until
-from tests.helpers import ROOT
+from tests.helpers import ROOT, environment_with
 from verifiers_rl.cli import train
 from verifiers_rl.process.interrupts import Interrupted
 
@@ -215,8 +215,7 @@ def test_ranks_have_their_gpus_and_end_with_a_killed_parent(tmp_path, killed):
     (tmp_path / "rank.py").write_text(RANK)
     command = [sys.executable, "-c", LAUNCH, str(tmp_path / "rank.py"), str(tmp_path)]
     saving_s = "300" if killed == "vf-rl" else "0"
-    variables = {"VF_RL_TEST": str(tmp_path), "SAVING_S": saving_s, "PYTHONPATH": str(ROOT)}
-    environment = {**os.environ, **variables}
+    environment = environment_with(VF_RL_TEST=str(tmp_path), SAVING_S=saving_s)
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, env=environment)
     left = lambda: [*processes_of(tmp_path)]  # noqa: E731
     try:

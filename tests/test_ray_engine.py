@@ -18,7 +18,6 @@ import pytest
 from tests.conftest import Started
 from tests.helpers import make_tiny_model, write_environment
 from tests.machines import REACH_SERVERS, STAND_INS, machines
-from verifiers_rl.cli.children import Child
 from verifiers_rl.cli.config import TomlError, load_run_config
 from verifiers_rl.cli.plan import ServerPlan, plan_servers
 from verifiers_rl.cluster import ray_engine
@@ -57,30 +56,26 @@ def test_what_travels_is_a_toml_and_the_modules_beside_it(tmp_path, capsys):
     assert wanted.items() <= data["trainer"]["args"].items()
 
 
-class Placed(Child):
-    """A process that runs where Ray has placed it, at an address of its own."""
-
-    def __init__(self, name, ray, place, plan, timeout_s, wanted=None):
-        super().__init__(name, (f"10.0.0.{next(ray.numbers)}", 7000))
-        self.place, self.wanted = place, wanted
-        self.words, self.env = plan(self.address)
-
-    poll = wait = signal = last_lines = None
+def placed(name, ray, place, plan, timeout_s, wanted=None):
+    """In place of a `RayChild`: one that runs where Ray has placed it, at an address of its own."""
+    address = f"10.0.0.{next(ray.numbers)}", 7000
+    words, env = plan(address)
+    given = {"name": name, "place": place, "wanted": wanted, "address": address}
+    return SimpleNamespace(**given, words=words, env=env, find_address=lambda: address)
 
 
 @pytest.fixture
 def machines_of(tmp_path, monkeypatch):
     """Returns the machines of a TOML, with places. Their processes are noted, and not started."""
     monkeypatch.setenv(TOKEN_VARIABLE, "of the run")
-    monkeypatch.setattr(ray_engine, "RayChild", Placed)
+    monkeypatch.setattr(ray_engine, "RayChild", placed)
 
     def group(bundles, strategy):
         groups.append((strategy, bundles))
-        return SimpleNamespace(strategy=strategy, wait=lambda seconds: True)
+        return SimpleNamespace(wait=lambda seconds: True)
 
-    groups = []
+    groups, util = [], SimpleNamespace(placement_group=group)
     nodes = lambda: [{"Alive": True}] * 2  # noqa: E731
-    util = SimpleNamespace(placement_group=group)
     ray = SimpleNamespace(nodes=nodes, util=util, numbers=itertools.count())
 
     def machines_of(text, num_machines=1):

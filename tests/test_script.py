@@ -1,6 +1,5 @@
 """`vf-rl train.py`: what server a script asks for, and how the script, its server and vf-rl end."""
 
-import os
 import re
 import shutil
 import signal
@@ -13,7 +12,7 @@ from peft import LoraConfig
 
 import verifiers_rl
 from tests.conftest import free_port, processes_of
-from tests.helpers import ROOT, make_tiny_model, run_python
+from tests.helpers import ROOT, environment_with, make_tiny_model, run_python
 from tests.test_ending import NOISY_SERVER, SAVING_TRAINER, read_until
 from verifiers_rl import RLConfig
 from verifiers_rl.cli import plan, rl
@@ -121,10 +120,10 @@ def test_ctrl_c_lets_the_script_save_and_ends_all(tmp_path):
     make_tiny_model().save_pretrained(tmp_path / "model")
     asks = ASKS.format(port=free_port(), model=tmp_path / "model")
     (tmp_path / "train.py").write_text(asks + SAVING_TRAINER)
-    variables = {"PYTHONPATH": str(ROOT), "VF_RL_TEST": str(tmp_path)}
     process = subprocess.Popen(
-        [sys.executable, "-u", "-c", VF_RL, "train.py"], cwd=tmp_path, env=os.environ | variables,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-u", "-c", VF_RL, "train.py"], cwd=tmp_path,
+        env=environment_with(VF_RL_TEST=str(tmp_path)), stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     read_until(process, "training")
     process.send_signal(signal.SIGINT)
