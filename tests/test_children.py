@@ -31,17 +31,16 @@ def start(request, tmp_path):
     started = []
 
     def start(code, *words):
-        command = ["-c", code, *map(str, words)]
+        command, env = ["-c", code, *map(str, words)], {"OF_THE_RUN": "1"}
         if request.param == "local":
-            child = LocalChild("one", command, {"OF_THE_RUN": "1"}, tmp_path / "log")
+            child = LocalChild("one", command, env, tmp_path / "log")
         else:
             from verifiers_rl.cluster.ray_engine import RayChild
 
             ray = request.getfixturevalue("cluster")
             group = ray.util.placement_group([{"CPU": 1}])
             assert group.wait(60)
-            plan = lambda address: (command, {"OF_THE_RUN": "1"})  # noqa: E731
-            child = RayChild("one", ray, (group, 0, 0), plan, 60.0)
+            child = RayChild("one", ray, (group, 0, 0), lambda address: (command, env), 60.0)
             child.find_address()
         started.append(child)
         return child

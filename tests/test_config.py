@@ -96,11 +96,8 @@ def test_processes_on_a_cpu_that_know_nothing_of_each_other_are_refused(monkeypa
     """accelerate finds no GPU, so it takes each process of torchrun for a run of its own."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.distributed.init_process_group", lambda *args, **kwargs: None)
-    for name in ("LOCAL_RANK", "RANK"):
-        monkeypatch.setenv(name, "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    RLConfig()
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in (("LOCAL_RANK", "0"), ("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=r"use_cpu=False: .* WORLD_SIZE=2 .* set use_cpu=True"):
         RLConfig()
 

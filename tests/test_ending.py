@@ -130,32 +130,18 @@ def read_until(process, text):
     raise AssertionError(f"it ended before it said {text!r}")
 
 
-def test_what_servers_print_is_in_logs_and_the_last_lines_are_the_trainers(tmp_path):
-    up = repr(str(tmp_path / "up"))
-    server = NOISY_SERVER.replace('is up")', f'is up", flush=True); open({up}, "w")')
-    trainer = f"""
-import os, time
-while not os.path.exists({up}):
-    time.sleep(0.02)
-print("serve it: vllm serve")
-"""
-    process = supervised(tmp_path / "logs", server, trainer)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0
-    log = (tmp_path / "logs" / "inference.log").read_text()
-    assert log.startswith("the server is up\n") and "nanobind" not in output
-    assert output.endswith("\nserve it: vllm serve\n")
-    assert f"the servers' output is in {tmp_path / 'logs'}" in output
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_lets_the_trainer_save(tmp_path, number):
-    process = supervised(tmp_path, NOISY_SERVER, SAVING_TRAINER)
+    """What it says then comes last; what servers print is in logs."""
+    log = tmp_path / "logs" / "inference.log"
+    waits = f"import time\nwhile 'is up' not in open({str(log)!r}).read():\n    time.sleep(0.02)\n"
+    process = supervised(log.parent, NOISY_SERVER, waits + SAVING_TRAINER)
     read_until(process, "training")
     process.send_signal(number)
     output, error = process.communicate(timeout=60)
     assert process.returncode == 128 + number and "Traceback" not in error
     assert output.splitlines()[-1] == "step 5 is saved"
+    assert log.read_text().startswith("the server is up\n") and "nanobind" not in output
 
 
 def test_a_second_ctrl_c_ends_a_trainer_that_does_not_end(tmp_path):

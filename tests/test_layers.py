@@ -51,11 +51,10 @@ def test_a_later_file_wins_and_tables_merge_key_by_key(compose, tmp_path):
 
 def test_lists_and_arrays_of_tables_are_replaced(compose):
     later = '[[env]]\nid = "c"\n[trainer.args]\nlora_target_modules = ["o_proj"]\n'
-    first = 'model = "m"\n[[env]]\nid = "a"\nweight = 2\n[[env]]\nid = "b"\n'
     assert compose(BASE, later).trainer.args["lora_target_modules"] == ["o_proj"]
     # A table in place of an array, and the other way around, too.
-    one = 'model = "m"\n[env]\nweight = 2\n'
-    for texts in ((first, later), (first, '[env]\nid = "c"\n'), (one, later)):
+    array = 'model = "m"\n[[env]]\nid = "a"\nweight = 2\n[[env]]\nid = "b"\n'
+    for texts in ((array, later), (array, '[env]\nid = "c"\n'), (BASE, later)):
         assert [(env.id, env.weight) for env in compose(*texts).envs] == [("c", 1.0)]
 
 

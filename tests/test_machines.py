@@ -8,13 +8,12 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.conftest import Started, free_port, wait_until
+from tests.conftest import Started, wait_until
 from tests.helpers import write_environment
 from tests.machines import machines
 from tests.test_ray_engine import DRIVER, needs_ray, ray_folder
-from verifiers_rl.cli.children import ChildError
 from verifiers_rl.cli.config import TomlError, load_run_config
-from verifiers_rl.cluster.machines import Machine, find_head, join, machine_of, take_variables
+from verifiers_rl.cluster.machines import Machine, find_head, machine_of, take_variables
 from verifiers_rl.inference.client import TOKEN_VARIABLE
 
 FOUR = {"MASTER_ADDR": "10.0.0.5", "MASTER_PORT": "29500", "WORLD_SIZE": "3", "RANK": "1"}
@@ -133,11 +132,3 @@ def test_a_name_that_is_loopback_here_is_refused(monkeypatch):
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: found)
     with pytest.raises(TomlError, match=r"MASTER_ADDR='here' is 127.0.1.1 .* cannot reach; set it"):
         find_head(Machine(0, 2, "here", 29500))
-
-
-def test_a_head_that_never_comes_is_one_error_after_the_deadline(monkeypatch, tmp_path):
-    monkeypatch.setattr("verifiers_rl.process.waiting.POLL_S", 0.01)
-    port = free_port()
-    message = rf"nothing answers at Ray's head at 127.0.0.1:{port} after 0.05 s .*RANK=0"
-    with pytest.raises(ChildError, match=message):
-        join(Machine(1, 2, "localhost", port), "127.0.0.1", 0.05, tmp_path)

@@ -45,21 +45,6 @@ def test_the_default_adapts_the_delta_nets_of_qwen3_5_and_neither_head_router_no
     assert not any("lm_head" in n or n.endswith(("gate", "conv1d")) for n in linear_layers(model))
 
 
-def test_the_default_leaves_a_vision_tower_alone():
-    class WithTower(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.text = make_tiny_model()
-            self.config = self.text.config
-            self.tower = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(4, 4)})
-
-        def get_decoder(self):
-            return self.text.model
-
-    names = default_target_modules(WithTower())
-    assert "self_attn.q_proj" in names and "q_proj" not in names  # which would mean the tower's too
-
-
 def test_a_model_without_known_layers_asks_for_their_names():
     model = torch.nn.Linear(2, 2)
     model.config = make_tiny_model().config
