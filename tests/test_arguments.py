@@ -7,7 +7,7 @@ import torch
 from peft import AutoPeftModelForCausalLM
 from transformers import TrainingArguments
 
-from tests.helpers import StubSink, StubSource, make_tiny_model, weights_of
+from tests.helpers import StubSource, make_tiny_model, weights_of
 from verifiers_rl import LossOutputs, RLConfig, RLTrainer
 from verifiers_rl.config import ConfigError
 from verifiers_rl.wiring import check_variables
@@ -21,17 +21,14 @@ DATA = r"belong to env: RLTrainer\(model, env_from\(prompts, reward.* docs/from_
     [
         ({"eval_dataset": []}, f"eval_dataset has no effect .* {DATA}"),
         ({"reward_funcs": print, "train_dataset": []}, DATA),
-        ({"reward_funcs": print}, f"no argument 'reward_funcs': .* {DATA}"),
         ({"num_generations": 8}, "no argument 'num_generations': .* see docs/from_trl.md"),
         ({"processing_class": "./model"}, "processing_class='./model': expected a tokenizer"),
         ({"loss_fn": "ppo"}, r"loss_fn='ppo' is no function; .* RLConfig\(loss=\.\.\.\)"),
-        ({"advantage_fn": "std"}, r"advantage_fn='std' is no function; .* RLConfig\(advantage="),
         ({"model": "./nowhere"}, "model './nowhere': no such folder"),
         ({"env": None}, "env is None: pass an environment, or an orchestrator"),
         ({"orchestrator": StubSource()}, "env: without effect beside orchestrator"),
         ({**OWN_BATCHES, "example_order": len}, "example_order: without effect beside orchestrat"),
         ({"weight_sync": StubSource()}, "weight_sync: StubSource has no policy_version, sleeps"),
-        ({"orchestrator": StubSink()}, "orchestrator: StubSink has no num_pending, start, submit"),
         ({"args": RLConfig(use_cpu=True, report_to="wandbb")}, "report_to=.*wandbb is not support"),
         ({"args": TrainingArguments(use_cpu=True)}, "expected an RLConfig, got TrainingArguments"),
         ({"args": None}, "expected an RLConfig, got NoneType"),
@@ -97,7 +94,6 @@ REFERENCE = r"met a None: .* write @needs\(\"reference_logprobs\"\) above it"
         (lambda inputs: LossOutputs(inputs.trainer_logprobs), r"a loss of shape \(\d+,\); exp"),
         (lambda inputs: LossOutputs(inputs.advantages.sum()), "a loss without gradient"),
         (lambda inputs: LossOutputs(inputs.weights - inputs.reference_logprobs), REFERENCE),
-        (lambda inputs: LossOutputs(inputs.reference_logprobs.exp().sum()), REFERENCE),
         (
             lambda inputs: LossOutputs(inputs.trainer_logprobs.sum(), {"x": 1.0}),
             "the metric 'x' of float; expected one number a token",

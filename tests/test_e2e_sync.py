@@ -335,29 +335,6 @@ def test_qwen3_5_arrives_where_its_checkpoint_has_a_vision_tower(connect, tmp_pa
             assert largest_difference(old, server, sync.model_name) > 2 * tolerance, version
 
 
-def memory_of(processes):
-    """Resident bytes of these folders in /proc, MB."""
-    pages = [int((path / "statm").read_text().split()[1]) for path in processes]
-    return sum(pages) * os.sysconf("SC_PAGE_SIZE") / 1e6
-
-
-@pytest.mark.parametrize("kind", ["full", "adapter"])
-def test_a_hundred_updates_leave_memory_as_it_is(request, connect, kind):
-    name = {"full": "full_server", "adapter": "lora_server"}[kind]
-    folder, server = request.getfixturevalue(name)
-    model, sync = policy(folder, kind), connect(server)
-    for version in range(120):
-        if version == 20:
-            before = memory_of(group_of(server)), memory_of([Path("/proc/self")])
-        perturb(model, seed=version)
-        push_to(sync, model, version)
-    after = memory_of(group_of(server)), memory_of([Path("/proc/self")])
-    pushed_mb = 100 * sync.plan.num_bytes / 1e6  # about 340 in full, 30 as an adapter
-    growth = [later - earlier for later, earlier in zip(after, before, strict=True)]
-    assert max(growth) < min(pushed_mb, 60), growth
-    assert largest_difference(model, server, sync.model_name) < 1e-4
-
-
 @pytest.mark.parametrize("sleeps", [False, True])
 def test_tokens_on_both_sides_of_a_push_carry_their_version(full_server, connect, sleeps):
     """Those of adapters in several engines, above. Requests of a server that sleeps wait."""
@@ -480,22 +457,6 @@ def check_a_killed_worker(model, sync, server):
         assert all(
             isinstance(each.exception(60), AssertionError | httpx.HTTPError) for each in asking
         )
-
-
-def test_what_vllm_refuses_to_load_is_told_to_the_trainer(lora_server, connect, monkeypatch):
-    folder, server = lora_server
-    lora = LoraConfig(r=8, target_modules=TARGETS, bias="all")
-    model, sync = get_peft_model(load(folder), lora), connect(server)
-    monkeypatch.setattr("verifiers_rl.sync.sources.check_adapter", lambda *_: None)
-    start = time.monotonic()
-    with pytest.raises(InferenceServerError, match="Adapter bias is not supported"):
-        push_to(sync, model, 0)
-    assert time.monotonic() - start < 10  # not at the deadline of our part, 60 s
-    # The server is none the worse for it.
-    model = policy(folder, "adapter")
-    perturb(model, seed=1)
-    push_to(sync, model, 1)
-    assert largest_difference(model, server, "policy") < 1e-4
 
 
 def test_another_model_is_refused_with_both_sizes(full_server, connect):

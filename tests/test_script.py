@@ -58,15 +58,6 @@ def test_a_servers_flags_follow_from_what_the_script_trains(asked, adapter, opti
     assert (server.model, server.host, server.port) == ("org/model", "127.0.0.1", port)
 
 
-def test_paths_are_relative_to_where_the_script_runs(asked, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "tiny").mkdir()
-    for model in ("./tiny", "tiny"):
-        config = asked(model=model, use_cpu=True, output_dir="outputs/mine")
-        assert config.model == str(tmp_path / "tiny")
-        assert config.option("output_dir") == str(tmp_path / "outputs" / "mine")
-
-
 @pytest.mark.parametrize(
     ("model", "options", "problem"),
     [
