@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed.fsdp import StateDictType
+from torch.distributed.fsdp import CPUOffloadPolicy, StateDictType
 
 from tests.helpers import ROOT, TWO_RANKS, make_tiny_model, run_script
 from verifiers_rl.config import ConfigError
