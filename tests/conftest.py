@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -64,19 +63,6 @@ def pytest_report_header():
     return f"verifiers {version('verifiers')}"
 
 
-@dataclass
-class Server:
-    """A running vf-vllm."""
-
-    port: int
-    process: subprocess.Popen
-    log: Path
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.port}"
-
-
 def wait_until(condition, seconds=30.0, what=lambda: ""):
     """Wait for what nobody tells of; `what` is shown if it does not come."""
     deadline = time.monotonic() + seconds
@@ -91,10 +77,15 @@ def free_port():
 
 
 class Started:
-    """A process with its output in a file. It ends with the block, and what it has started."""
+    """A process with its output in a file. It ends with the block, and what it has started.
 
-    def __init__(self, command, environment, log):
+    Attributes:
+        port, url: where it listens on loopback, if it does.
+    """
+
+    def __init__(self, command, environment, log, port=None):
         self.command, self.environment, self.log = command, environment, log
+        self.port, self.url = port, f"http://127.0.0.1:{port}"
 
     def __enter__(self):
         with self.log.open("wb") as output:
@@ -153,9 +144,9 @@ def running_server(
     # It ends with this process, also where that is killed. Linux would end it with another thread.
     if threading.current_thread() is threading.main_thread():
         environment["VERIFIERS_RL_DIE_WITH_PARENT"] = str(os.getpid())
-    with Started(command, environment, log) as started:
+    with Started(command, environment, log, port) as started:
         started.wait_until(lambda: answers(("127.0.0.1", port)))
-        yield Server(port, started.process, log)
+        yield started
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -16,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from tests.conftest import running_server, wait_until
 from tests.families import write_family
 from tests.helpers import (
+    ROOT,
     at_bucket,
     example_env,
     load_example,
@@ -335,12 +338,6 @@ def test_qwen3_5_arrives_where_its_checkpoint_has_a_vision_tower(connect, tmp_pa
             assert largest_difference(old, server, sync.model_name) > 2 * tolerance, version
 
 
-@pytest.mark.parametrize("sleeps", [False, True])
-def test_tokens_on_both_sides_of_a_push_carry_their_version(full_server, connect, sleeps):
-    """Those of adapters in several engines, above. Requests of a server that sleeps wait."""
-    check_tokens_on_both_sides("full", *full_server, connect, sleeps=sleeps)
-
-
 def group_of(server):
     """Folders in /proc of the server's processes."""
     found = []
@@ -403,6 +400,12 @@ def check_tokens_on_both_sides(kind, folder, server, connect, num_requests=1, sl
     assert largest_difference(models[1], server, sync.model_name) < 1e-4
 
 
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_tokens_on_both_sides_of_a_push_carry_their_version(full_server, connect, sleeps):
+    """Those of adapters in several engines, above. Requests of a server that sleeps wait."""
+    check_tokens_on_both_sides("full", *full_server, connect, sleeps=sleeps)
+
+
 # --- Trainers come and go -----------------------------------------------------------------------
 
 
@@ -431,6 +434,21 @@ perturb(model, 9)
 at_bucket(sync, 2, die)
 push_to(sync, model, 1)
 """
+
+
+def test_a_trainer_killed_in_a_push_leaves_a_server_for_the_next_one(full_server, connect):
+    folder, server = full_server
+    connect.leave()
+    words = [sys.executable, "-c", KILLED_IN_A_PUSH, str(folder), str(server.port)]
+    killed = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert killed.returncode == -signal.SIGKILL and "in the middle" in killed.stdout, killed.stderr
+    model = load(folder)
+    perturb(model, seed=5)
+    sync = connect(server)
+    push_to(sync, model, 0)
+    assert largest_difference(model, server, sync.model_name) < 1e-4
+    assert sync.client.status()["policy_version"] == 0
+    sync.check_server()
 
 
 def check_a_killed_worker(model, sync, server):
