@@ -157,7 +157,8 @@ def roll_out(server, tokenizer, replies, v1_path):
             try:
                 for _ in range(num_rollouts):
                     replies.clear()
-                    (rollout,) = await runner.run_group(make_request(policy_version=3, **options))
+                    request = make_request(policy_version=3, **options)
+                    rollout = (await runner.run_group(request))[0]
                     assert rollout.error is None and rollout.num_turns == len(replies)
                     check_tokens(rollout.samples, replies)
                     found.append((rollout, [*replies]))
@@ -302,9 +303,10 @@ def test_no_token_is_older_than_the_bound(server, model_folder, tmp_path, v1_pat
 
     class Watching(RLTrainer):
         def training_step(self, *args, **kwargs):
+            loss = super().training_step(*args, **kwargs)
             versions = {v for s in self.batch.samples for v in s.policy_versions.tolist()}
             seen.append(versions - {-1})
-            return super().training_step(*args, **kwargs)
+            return loss
 
     env = load_v1_environment(V1_ENVIRONMENTS["a user"])
     rows = rows_of(Watching(str(model_folder), env, args))
