@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -25,10 +24,10 @@ from filelock import FileLock
 
 from tests.helpers import (
     EXAMPLE_MODULE,
-    ROOT,
     StubRunner,
     StubSink,
     StubSource,
+    environment_with,
     load_example,
     make_tiny_model,
     run_python,
@@ -36,7 +35,8 @@ from tests.helpers import (
 )
 from verifiers_rl import Orchestrator, RLConfig, RLTrainer
 from verifiers_rl.cli.config import load_run_config, overrides_of
-from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
+from verifiers_rl.cli.supervise import answers
+from verifiers_rl.inference.client import TOKEN_VARIABLE
 
 # A shell starts commands in the background with Ctrl-C ignored, and a process passes that on.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -63,19 +63,6 @@ def pytest_report_header():
     return f"verifiers {version('verifiers')}"
 
 
-@dataclass
-class Server:
-    """A running vf-vllm."""
-
-    port: int
-    process: subprocess.Popen
-    log: Path
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.port}"
-
-
 def wait_until(condition, seconds=30.0, what=lambda: ""):
     """Wait for what nobody tells of; `what` is shown if it does not come."""
     deadline = time.monotonic() + seconds
@@ -90,10 +77,15 @@ def free_port():
 
 
 class Started:
-    """A process with its output in a file. It ends with the block, and what it has started."""
+    """A process with its output in a file. It ends with the block, and what it has started.
 
-    def __init__(self, command, environment, log):
+    Attributes:
+        port, url: where it listens on loopback, if it does.
+    """
+
+    def __init__(self, command, environment, log, port=None):
         self.command, self.environment, self.log = command, environment, log
+        self.port, self.url = port, f"http://127.0.0.1:{port}"
 
     def __enter__(self):
         with self.log.open("wb") as output:
@@ -147,22 +139,14 @@ def running_server(
     command = [sys.executable, "-m", module, "--model", str(model)]
     command += ["--port", str(port), "--dtype", dtype, "--enforce-eager"]
     command += ["--max-model-len", "128", *flags]
-    environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}  # vLLM then has more control routes
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment["PYTHONPATH"] = os.pathsep.join(paths)  # where tests' own servers are
+    # vLLM then has more control routes. Tests' own servers are in the repository.
+    environment = environment_with(VLLM_SERVER_DEV_MODE="1")
     # It ends with this process, also where that is killed. Linux would end it with another thread.
     if threading.current_thread() is threading.main_thread():
         environment["VERIFIERS_RL_DIE_WITH_PARENT"] = str(os.getpid())
-    client = InferenceClient("127.0.0.1", port)
-
-    def answers():
-        with suppress(InferenceServerError):
-            return bool(client.status())
-        return False
-
-    with Started(command, environment, log) as started:
-        started.wait_until(answers)
-        yield Server(port, started.process, log)
+    with Started(command, environment, log, port) as started:
+        started.wait_until(lambda: answers(("127.0.0.1", port)))
+        yield started
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -264,8 +248,7 @@ def make_whole(tokenizer, tmp_path, monkeypatch):
 @pytest.fixture
 def kept_handlers():
     """Signal handlers as they were, afterwards."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
+    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

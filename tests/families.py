@@ -17,7 +17,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
-from tests.helpers import load_example, write_tiny_qwen3_5
+from tests.helpers import load_example
 
 EOS, PAD = 257, 256
 FIRST_EXTRA = 261  # ids of a family's own tokens begin here
@@ -175,10 +175,6 @@ def with_tower(kind, text, vision, files, **top):
     return write
 
 
-def qwen3_5(experts):
-    return lambda folder: write_tiny_qwen3_5(folder, experts)
-
-
 def in_mxfp4(folder):
     """Write gpt-oss with its experts in MXFP4: for 32 weights, 16 bytes of two and a scale."""
     write_gpt_oss(folder)
@@ -240,6 +236,37 @@ QWEN_IMAGES = {
     "temporal_patch_size": 2,
     "size": {"shortest_edge": 1024, "longest_edge": 4096},
 }
+QWEN_TOWER = {
+    "depth": 1,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_heads": 2,
+    "patch_size": 16,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}
+QWEN_FILES = {
+    "preprocessor_config.json": QWEN_IMAGES,
+    "video_preprocessor_config.json": QWEN_IMAGES
+    | {"video_processor_type": "Qwen3VLVideoProcessor"},
+}
+QWEN_IDS = {
+    "image_token_id": 261,
+    "video_token_id": 261,
+    "vision_start_token_id": 262,
+    "vision_end_token_id": 263,
+    "tie_word_embeddings": True,
+}
+DELTA_NET = {
+    "num_hidden_layers": 4,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+}
 QWEN_TOKENS = {"image": "<|image_pad|>", "start": "<|vision_start|>", "end": "<|vision_end|>"}
 
 FAMILIES = {
@@ -253,11 +280,17 @@ FAMILIES = {
         has_experts=True,
     ),
     "qwen3_5": Family(
-        "Qwen3.5", "Qwen3.5-4B", "gated delta net, vision tower, tied head", qwen3_5(False),
+        "Qwen3.5", "Qwen3.5-4B", "gated delta net, vision tower, tied head",
+        with_tower("Qwen3_5", DELTA_NET, QWEN_TOWER, QWEN_FILES, **QWEN_IDS),
         tokens=QWEN_TOKENS, server_dtype="bfloat16",
     ),
     "qwen3_5_moe": Family(
-        "Qwen3.5 MoE", "Qwen3.5-35B-A3B", "gated delta net, experts, vision tower", qwen3_5(True),
+        "Qwen3.5 MoE", "Qwen3.5-35B-A3B", "gated delta net, experts, vision tower",
+        with_tower(
+            "Qwen3_5Moe",
+            {**DELTA_NET, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32},
+            QWEN_TOWER, QWEN_FILES, **QWEN_IDS,
+        ),
         tokens=QWEN_TOKENS, has_experts=True, server_dtype="bfloat16",
     ),
     "qwen3_vl": Family(
@@ -271,18 +304,8 @@ FAMILIES = {
                     "mrope_interleaved": True,
                 },
             },
-            {
-                "depth": 1, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2,
-                "patch_size": 16, "out_hidden_size": 64, "num_position_embeddings": 16,
-                "deepstack_visual_indexes": [0],
-            },
-            {
-                "preprocessor_config.json": QWEN_IMAGES,
-                "video_preprocessor_config.json": QWEN_IMAGES
-                | {"video_processor_type": "Qwen3VLVideoProcessor"},
-            },
-            image_token_id=261, video_token_id=261, vision_start_token_id=262,
-            vision_end_token_id=263, tie_word_embeddings=True,
+            QWEN_TOWER | {"deepstack_visual_indexes": [0]},
+            QWEN_FILES, **QWEN_IDS,
         ),
         thinks=False, tokens=QWEN_TOKENS,
     ),

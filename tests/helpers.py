@@ -20,10 +20,6 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
-    Qwen3_5Config,
-    Qwen3_5ForConditionalGeneration,
-    Qwen3_5MoeConfig,
-    Qwen3_5MoeForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -70,16 +66,11 @@ def load_example(name):
     return module
 
 
-def example_table(num_train=4096, num_eval=256):
-    """The example's environment as a TOML would name it."""
-    return EnvTable(
-        taskset={"id": "reverse_text", "num_tasks": num_train, "instruction": ""},
-        eval_taskset={"held_out": True, "num_tasks": num_eval},
-    )
-
-
 def example_env():
-    return example_table().load(EXAMPLE)
+    """The example's environment, as a TOML would name it."""
+    taskset = {"id": "reverse_text", "num_tasks": 4096, "instruction": ""}
+    held_out = {"held_out": True, "num_tasks": 256}
+    return EnvTable(taskset=taskset, eval_taskset=held_out).load(EXAMPLE)
 
 
 ENVIRONMENT = """
@@ -154,52 +145,6 @@ def make_tiny_moe():
         max_position_embeddings=256,
     )
     return Qwen3MoeForCausalLM(config).float()
-
-
-def write_tiny_qwen3_5(folder, experts=False):
-    """A checkpoint as the hub has it: a text model with delta nets and a tied head, a vision tower,
-    and what a processor of images wants to read. The sizes are those that vLLM's CPU kernels take.
-    """
-    torch.manual_seed(0)
-    text = {
-        "vocab_size": 264,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_num_key_heads": 1,
-        "linear_num_value_heads": 2,
-        "max_position_embeddings": 512,
-        "eos_token_id": 257,
-        "pad_token_id": 256,
-        "tie_word_embeddings": True,
-        "dtype": "bfloat16",
-    }
-    if experts:
-        text |= {"num_experts": 4, "num_experts_per_tok": 2}
-        text |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
-    vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2}
-    vision |= {"patch_size": 16, "out_hidden_size": 64, "num_position_embeddings": 16}
-    special = {"image_token_id": 261, "vision_start_token_id": 262, "vision_end_token_id": 263}
-    common = {"text_config": text, "vision_config": vision, "tie_word_embeddings": True, **special}
-    if experts:
-        moe_config = Qwen3_5MoeConfig(**common, video_token_id=261)
-        model = Qwen3_5MoeForConditionalGeneration(moe_config)
-    else:
-        model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(**common, video_token_id=261))
-    model.to(torch.bfloat16).save_pretrained(folder)
-    tokens = ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>"]
-    load_example("warm_start").make_tokenizer(tokens).save_pretrained(folder)
-    processor = {"image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 16}
-    processor |= {"temporal_patch_size": 2, "merge_size": 2}
-    processor |= {"size": {"shortest_edge": 1024, "longest_edge": 4096}}
-    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
-    processor |= {"video_processor_type": "Qwen3VLVideoProcessor"}
-    (folder / "video_preprocessor_config.json").write_text(json.dumps(processor))
 
 
 def make_samples(num_samples, seed=0, prompt=3, longest=9, version=0):
@@ -663,13 +608,17 @@ def weights_of(model):
 TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
+def environment_with(**variables):
+    """This process's environment with the repository on Python's path, and these variables."""
+    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | variables
+
+
 def run_python(*words, folder=ROOT, status=0, **variables):
     """Run Python with these words and the repository on its path, to an end with this status."""
-    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | variables
     done = subprocess.run(
         [sys.executable, *map(str, words)],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=500,
+        cwd=folder, env=environment_with(**variables), capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     assert done.returncode == status, done.stdout[-4000:] + done.stderr[-5000:]
     return done

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 import pytest
@@ -28,8 +28,7 @@ class Machine:
 
     def pids(self):
         """Return the processes that run there."""
-        found = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True)
-        return found.stdout.split()
+        return _pids_in(self.name)
 
     def set_link(self, state):
         """Cut its link to all others with "down"; neither side hears of that."""
@@ -42,14 +41,16 @@ def _ip(*words):
         raise OSError(f"ip {' '.join(words)}: {done.stderr}")
 
 
+def _pids_in(name):
+    found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
+    return found.stdout.split()
+
+
 def _end_all_in(name):
     """End what still runs there, and remove the namespace."""
-    found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
-    for pid in found.stdout.split():
-        try:
+    for pid in _pids_in(name):
+        with suppress(ProcessLookupError):  # it has ended meanwhile
             os.kill(int(pid), 9)
-        except ProcessLookupError:
-            pass  # it has ended meanwhile
     _ip("netns", "del", name)
 
 

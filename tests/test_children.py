@@ -1,6 +1,5 @@
 """Processes of a run, here and behind actors of Ray: one contract."""
 
-import os
 import signal
 
 import pytest
@@ -32,17 +31,16 @@ def start(request, tmp_path):
     started = []
 
     def start(code, *words):
-        command = ["-c", code, *map(str, words)]
+        command, env = ["-c", code, *map(str, words)], {"OF_THE_RUN": "1"}
         if request.param == "local":
-            child = LocalChild("one", command, {"OF_THE_RUN": "1"}, tmp_path / "log")
+            child = LocalChild("one", command, env, tmp_path / "log")
         else:
             from verifiers_rl.cluster.ray_engine import RayChild
 
             ray = request.getfixturevalue("cluster")
             group = ray.util.placement_group([{"CPU": 1}])
             assert group.wait(60)
-            plan = lambda address: (command, {"OF_THE_RUN": "1"})  # noqa: E731
-            child = RayChild("one", ray, (group, 0, 0), plan, 60.0)
+            child = RayChild("one", ray, (group, 0, 0), lambda address: (command, env), 60.0)
             child.find_address()
         started.append(child)
         return child
@@ -52,10 +50,14 @@ def start(request, tmp_path):
         child.stop(0.0)
 
 
-def test_it_has_an_end_and_last_lines(start):
-    child = start("import os; print('a\\rb\\n\\nc', os.environ['OF_THE_RUN']); raise SystemExit(3)")
-    assert child.wait(30.0) and child.poll() == 3
-    assert child.end == "ended with status 3" and not child.is_lost
+@pytest.mark.parametrize(
+    "end, status, said",
+    [("raise SystemExit(3)", 3, "status 3"), ("os.kill(0, 9)", 128 + signal.SIGKILL, "status 137")],
+)
+def test_it_has_an_end_and_last_lines(start, end, status, said):
+    child = start(f"import os; print('a\\rb\\n\\nc', os.environ['OF_THE_RUN'], flush=True); {end}")
+    assert child.wait(30.0) and child.poll() == status
+    assert child.end == f"ended with {said}" and not child.is_lost
     assert child.last_lines()[-3:] == ["a", "b", "c 1"]
 
 
@@ -96,32 +98,6 @@ time.sleep(300)
     child.terminate()
     child.stop()
     assert child.poll() == 143
-
-
-def test_a_signal_is_in_the_status(start, tmp_path):
-    child = start("import os; os.kill(0, 9)")
-    assert child.wait(30.0) and child.poll() == 128 + signal.SIGKILL
-
-
-# --- Of this machine only -------------------------------------------------------------------------
-
-
-def test_a_child_ends_with_its_parent(tmp_path):
-    code = (
-        "import os, sys, time\nfrom verifiers_rl.process.parent import die_with_parent\n"
-        "die_with_parent(int(os.environ['VERIFIERS_RL_DIE_WITH_PARENT']))\n"
-        "open(sys.argv[1], 'w').write(str(os.getpid()))\ntime.sleep(300)"
-    )
-    parent = (
-        "import sys, time\nfrom verifiers_rl.cli.children import LocalChild\n"
-        "LocalChild('one', ['-c', *sys.argv[1:]], {})\ntime.sleep(300)"
-    )
-    pid = tmp_path / "pid"
-    child = LocalChild("parent", ["-c", parent, code, str(pid)], {})
-    wait_until(lambda: pid.exists() and pid.read_text())
-    os.kill(child.pid, signal.SIGKILL)
-    wait_until(lambda: not is_running(int(pid.read_text())))
-    child.stop()
 
 
 def test_nothing_answers_where_no_server_is():

@@ -5,22 +5,16 @@ after exactly the tokens that it was sampled after.
 import asyncio
 import json
 import os
-import subprocess
-import sys
-import urllib.error
-import urllib.request
 from collections import Counter
-from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import torch
-from aiohttp import web
 from transformers import set_seed
 
 from tests.conftest import running_server
 from tests.helpers import ROOT, load_example, make_request
-from tests.serving import chat_reply, serving
 from tests.test_agents import in_any_order, len_of
 from verifiers_rl import RLConfig, RLTrainer, WeightedEnv, env_from_agent
 from verifiers_rl.cli.config import load_run_config
@@ -38,13 +32,11 @@ pytestmark = pytest.mark.e2e
 CALL = '<tool_call>{"name":"double","arguments":{"x":4}}</tool_call>'
 EXTRA_TOKENS = ["<|tool|>", "<tool_call>", "</tool_call>", "<think>", "</think>"]
 
-NULL = {"id": "null"}
 V1_ENVIRONMENTS = {
-    "one turn": {"taskset": {"id": "small_tasks", "num_tasks": 3}, "agent": {"harness": NULL}},
     "a user": {"taskset": {"id": "small_tasks", "num_tasks": 3}, "id": "user_env"},
     "tools": {
         "taskset": {"id": "tool_tasks", "num_tasks": 3, "prompt": "four"},
-        "agent": {"harness": NULL},
+        "agent": {"harness": {"id": "null"}},
     },
     "three agents": {"taskset": {"id": "small_tasks", "num_tasks": 3}, "id": "team_env"},
 }
@@ -102,12 +94,26 @@ def server(model_folder, tmp_path_factory):
 
 
 def make_args(server, tmp_path, **options):
-    defaults = {"max_seq_len": 400, "max_tokens": 80, "temperature": 1.0, "batch_size": 8}
-    defaults |= {"rollouts_per_example": 4, "use_cpu": True, "max_steps": 2}
-    defaults |= {"output_dir": str(tmp_path / "run"), "vllm_server_port": server.port}
-    defaults |= {"save_strategy": "no", "logging_steps": 1}
-    defaults |= {"env_workers": 0}
+    defaults = {
+        "output_dir": str(tmp_path / "run"),
+        "use_cpu": True,
+        "max_seq_len": 400,
+        "max_tokens": 80,
+        "temperature": 1.0,
+        "batch_size": 8,
+        "rollouts_per_example": 4,
+        "max_steps": 2,
+        "vllm_server_port": server.port,
+        "save_strategy": "no",
+        "env_workers": 0,
+    }
     return RLConfig(**{**defaults, **options})
+
+
+def rows_of(trainer):
+    """What is logged of its steps."""
+    trainer.train()
+    return [row for row in trainer.state.log_history if "loss" in row]
 
 
 def all_different(group):
@@ -144,23 +150,22 @@ def roll_out(server, tokenizer, replies, v1_path):
         sampling, found = args.sampling_args(), []
         if choices:
             sampling["extra_body"] |= {"structured_outputs": {"choice": choices}}
+        options = {"model": model_name(server), "sampling_args": sampling}
 
         async def run():
             await runner.open()
             try:
                 for _ in range(num_rollouts):
                     replies.clear()
-                    request = make_request(
-                        model=model_name(server), policy_version=3, sampling_args=sampling
-                    )
-                    found.append(((await runner.run_group(request))[0], [*replies]))
+                    request = make_request(policy_version=3, **options)
+                    rollout = (await runner.run_group(request))[0]
+                    assert rollout.error is None and rollout.num_turns == len(replies)
+                    check_tokens(rollout.samples, replies)
+                    found.append((rollout, [*replies]))
             finally:
                 await runner.close()
 
         asyncio.run(run())
-        for rollout, turns in found:
-            assert rollout.error is None and rollout.num_turns == len(turns)
-            check_tokens(rollout.samples, turns)
         return found
 
     return roll_out
@@ -200,12 +205,8 @@ def test_every_sampled_token_of_several_turns_is_trained_once(server, tmp_path, 
     for rollout, _ in roll_out(make_args(server, tmp_path), choices):
         assert rollout.num_turns == 3
         (sample,) = rollout.samples
-        versions = zip(sample.policy_versions, sample.loss_mask, strict=True)
-        assert {version for version, in_loss in versions if not in_loss} == {-1}
-
-
-def test_unrestrained_replies_cut_off_anywhere_stay_exact(server, tmp_path, roll_out):
-    """Any bytes, most replies truncated. Breaks are allowed, wrong tokens are not."""
+        assert {*sample.policy_versions[~sample.loss_mask].tolist()} == {-1}
+    # Any bytes, most replies truncated. Breaks are allowed, wrong tokens are not.
     found = roll_out(make_args(server, tmp_path, max_tokens=30, temperature=2.0))
     assert any(rollout.is_truncated for rollout, _ in found), found
 
@@ -215,18 +216,14 @@ def test_a_reply_ends_at_a_stop_string_whose_tokens_are_trained(
     server, tokenizer, tmp_path, roll_out, is_kept
 ):
     stop = {"stop": [";", "#"], "include_stop_str_in_output": is_kept}
-    args = make_args(server, tmp_path, **stop)
-    for reply, sampled, text in (("yes;no", "yes;", "yes"), ("one#two;", "one#", "one")):
-        ((rollout, replies),) = roll_out(args, [reply], num_rollouts=1)
-        assert rollout.num_turns == 3 and not rollout.is_truncated
-        for turn in replies:
-            assert tokenizer.decode(sampled_of(*turn)[1], skip_special_tokens=True) == sampled
-            message = turn[1]["choices"][0]["message"]
-            assert message["content"] == (sampled if is_kept else text)
-        # The turns are one sequence: what ends a reply in the template is added to it.
-        (sample,) = rollout.samples
-        whole = tokenizer.decode(sample.token_ids)
-        assert whole.count(f"<|assistant|>{sampled}<|end|><|user|>") == 2
+    ((rollout, replies),) = roll_out(make_args(server, tmp_path, **stop), ["one#two;"], 1)
+    assert rollout.num_turns == 3 and not rollout.is_truncated
+    for turn in replies:
+        assert tokenizer.decode(sampled_of(*turn)[1], skip_special_tokens=True) == "one#"
+        assert turn[1]["choices"][0]["message"]["content"] == ("one#" if is_kept else "one")
+    # The turns are one sequence: what ends a reply in the template is added to it.
+    (sample,) = rollout.samples
+    assert tokenizer.decode(sample.token_ids).count("<|assistant|>one#<|end|><|user|>") == 2
 
 
 def test_agents_that_exist_already_are_trained_on_what_was_sampled(
@@ -242,24 +239,18 @@ def test_agents_that_exist_already_are_trained_on_what_was_sampled(
         for rollout, _ in roll_out(args, said, 2, env):
             assert rollout.num_turns == num_turns
     env = [WeightedEnv(branching, "branching"), WeightedEnv(curl, "curl")]
-    trainer = RLTrainer(str(model_folder), env, args, advantage_fn=all_different)
-    trainer.train()
-    for row in trainer.state.log_history[:2]:
+    for row in rows_of(RLTrainer(str(model_folder), env, args, advantage_fn=all_different)):
         assert row["mismatch_kl"] < 1e-4 and row["error_share"] == 0
 
 
 def post(server, body, path="/v1/chat/completions/tokens", key=None):
     headers = {"Authorization": f"Bearer {key or os.environ[TOKEN_VARIABLE]}"}
-    headers |= {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{server.url}{path}", json.dumps(body).encode(), headers)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as reply:
-            return reply.status, json.load(reply)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
+    given = {"json": body, "headers": headers, "timeout": 60, "trust_env": False}
+    reply = httpx.post(f"{server.url}{path}", **given)
+    return reply.status_code, reply.json()
 
 
-def test_the_tokens_route_prompts_with_these_tokens_and_refuses_others(server, tokenizer):
+def test_the_tokens_route_prompts_with_these_tokens_and_others_need_the_token(server):
     """vLLM renders the messages beside the tokens; what a template adds to them does not count."""
     body = {"model": model_name(server), "messages": [{"role": "user", "content": "x" * 500}]}
     body |= {"max_tokens": 30, "ignore_eos": True}
@@ -267,25 +258,15 @@ def test_the_tokens_route_prompts_with_these_tokens_and_refuses_others(server, t
     for tokens, num_sampled in (([5, 6, 7], 30), ([5] * 390, 10)):
         status, reply = post(server, body | {"tokens": pack_ids(tokens)})
         assert status == 200, reply
-        assert reply["usage"]["prompt_tokens"] == len(tokens)
-        assert reply["usage"]["completion_tokens"] == num_sampled
-    body["messages"][0]["content"] = "something"
-    status, reply = post(server, body | {"tokens": pack_ids([5, len(tokenizer)])})
-    assert status == 400 and f"is no token id below {len(tokenizer)}" in reply["error"], reply
+        usage = reply["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(tokens), num_sampled)
     for path in ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate"):
-        status, reply = post(server, body, path, key="wrong")
-        assert status == 401 and "wrong or missing key" in reply["error"]
+        assert post(server, body, path, key="wrong")[0] == 401
 
 
-@pytest.mark.parametrize("choice", [None, CALL])
-def test_replies_to_a_group_are_those_to_its_requests_one_by_one(server, choice):
-    """Ids, logprobs, versions, tool calls: with the same seeds, nothing changes."""
-    parameters = {"type": "object", "properties": {"x": {"type": "integer"}}}
-    function = {"name": "double", "parameters": parameters}
+def test_replies_to_a_group_are_those_to_its_requests_one_by_one(server):
+    """Ids, logprobs, versions, messages: with the same seeds, nothing changes."""
     body = {"model": model_name(server), "messages": [], "temperature": 1.0, "max_tokens": 80}
-    if choice is not None:
-        body |= {"tools": [{"type": "function", "function": function}]}
-        body |= {"structured_outputs": {"choice": [choice]}}
 
     async def ask(client, number, is_first):
         session = RolloutSession(0, None, 7, number)
@@ -293,34 +274,23 @@ def test_replies_to_a_group_are_those_to_its_requests_one_by_one(server, choice)
             http = client.of_rollout(session)
             return await http.reply_to(body, [70, 71, 72], is_first=is_first)
 
-    async def ask_all():
+    async def ask_all(is_first):
         client = ServerClient(f"{server.url}/v1", 60.0)
         try:
-            return [
-                await asyncio.gather(*(ask(client, number, is_first) for number in range(6)))
-                for is_first in (False, True)
-            ]
+            return await asyncio.gather(*(ask(client, number, is_first) for number in range(6)))
         finally:
             await client.close()
 
-    alone, together = asyncio.run(ask_all())
+    alone, together = (asyncio.run(ask_all(is_first)) for is_first in (False, True))
     assert len({reply.completion["id"] for reply in together}) == 1  # one request
-    assert len({reply.completion["id"] for reply in alone}) == 6
     for one, other in zip(alone, together, strict=True):
         for ours, theirs in zip(one.sampled, other.sampled, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
         assert one.policy_versions == other.policy_versions
         assert one.completion["usage"] == other.completion["usage"]
-        (message, finish), (of_other, finish_of_other) = (
-            (choice["message"], choice["finish_reason"])
-            for reply in (one, other)
-            for choice in reply.completion["choices"]
-        )
-        for call in message.get("tool_calls", []) + of_other.get("tool_calls", []):
-            call.pop("id")  # drawn anew
-        assert (message, finish) == (of_other, finish_of_other)
-    has_calls = {"tool_calls" in r.completion["choices"][0]["message"] for r in together}
-    assert has_calls == {choice is not None}
+        for name in ("message", "finish_reason"):
+            ours, theirs = (reply.completion["choices"][0][name] for reply in (one, other))
+            assert ours == theirs
 
 
 def test_no_token_is_older_than_the_bound(server, model_folder, tmp_path, v1_path):
@@ -334,21 +304,16 @@ def test_no_token_is_older_than_the_bound(server, model_folder, tmp_path, v1_pat
     class Watching(RLTrainer):
         def training_step(self, *args, **kwargs):
             loss = super().training_step(*args, **kwargs)
-            samples = self.batch.samples
-            seen.append({v for s in samples for v in s.policy_versions.tolist() if v >= 0})
+            versions = {v for s in self.batch.samples for v in s.policy_versions.tolist()}
+            seen.append(versions - {-1})
             return loss
 
     env = load_v1_environment(V1_ENVIRONMENTS["a user"])
-    trainer = Watching(str(model_folder), env, args)
-    trainer.train()
-    rows = [row for row in trainer.state.log_history if "loss" in row]
-    assert len(rows) == len(seen) == 6
-    for step, versions in enumerate(seen):
+    rows = rows_of(Watching(str(model_folder), env, args))
+    for step, (versions, row) in enumerate(zip(seen, rows, strict=True)):
         assert step - 2 <= min(versions) <= max(versions) <= step
-    assert [row["staleness_max"] for row in rows] == [
-        float(step - min(versions)) for step, versions in enumerate(seen)
-    ]
-    assert any(len(versions) > 1 for versions in seen)
+        assert row["staleness_max"] == step - min(versions)
+    assert len(rows) == 6 and any(len(versions) > 1 for versions in seen)
 
 
 @pytest.mark.parametrize("name", V1_ENVIRONMENTS)
@@ -358,31 +323,27 @@ def test_a_step_on_an_environment_of_v1_trains_exactly_what_was_sampled(
     env = load_v1_environment(V1_ENVIRONMENTS[name])
     args = make_args(server, tmp_path, max_off_policy_steps=0, max_steps=1)
     trainer = RLTrainer(str(model_folder), env, args, advantage_fn=all_different)
-    trainer.train()
-    (row,) = [row for row in trainer.state.log_history if "loss" in row]
+    (row,) = rows_of(trainer)
     assert row["error_share"] == 0 and row["staleness_max"] == 0
     is_tight = name == "tools"  # the model is sure of its calls
     assert row["importance_ratio"] == pytest.approx(1.0, abs=1e-4 if is_tight else 1e-3)
     assert row["mismatch_kl"] < (1e-6 if is_tight else 1e-4)
-
     if name == "three agents":  # the judge is not trained
-        of_others = [item for item in replies if item[0]["max_tokens"] != 7]
-        assert len(of_others) == 2 * len(replies) / 3 == len(trainer.batch.rollouts) == 16
-        replies = of_others
-    check_tokens(trainer.batch.samples, replies)
-    if name == "three agents":
+        replies = [item for item in replies if item[0]["max_tokens"] != 7]
+        assert len(replies) == len(trainer.batch.rollouts) == 16
         assert row["env/critic/reward"] < 0 < row["env/writer/reward"]
-    turns = {"one turn": 1, "a user": 3, "tools": 1, "three agents": 1}[name]
-    assert row["num_turns"] > 1 if name == "tools" else row["num_turns"] == turns
+    check_tokens(trainer.batch.samples, replies)
     if name == "tools":
         assert row["env/tools_called"] > 0.5 and row["broken_turn_share"] == 0
+    else:
+        assert row["num_turns"] == (3 if name == "a user" else 1)
 
 
 SHAPES = ("kuhn_like", "glossary_like", "scratchpad_like", "code_golf_like", "proposer_like")
 
 
 def test_environments_as_their_authors_publish_them_train_from_a_toml(
-    server, model_folder, tmp_path, v1_path, capsys
+    server, model_folder, tmp_path, v1_path
 ):
     toml = tmp_path / "rl.toml"
     tables = [f'[[env]]\ntaskset = {{ id = "{name}" }}' for name in SHAPES]
@@ -392,14 +353,8 @@ def test_environments_as_their_authors_publish_them_train_from_a_toml(
     trainer = RLTrainer(
         str(model_folder), load_run_config(toml).load_envs(), make_args(server, tmp_path, **options)
     )
-    lines = capsys.readouterr().out
-    assert "'kuhn_like': DuelEnv, player0 plays in verifiers_rl's chat" in lines
-    assert "; player1 plays in verifiers_rl's chat" in lines
-    assert "a stream of tasks, in its order, 1 for evaluations" in lines
-    evaluated = trainer.evaluate()
-    assert evaluated["eval_error_share"] == 0, evaluated
-    trainer.train()
-    rows = [row for row in trainer.state.log_history if "loss" in row]
+    assert trainer.evaluate()["eval_error_share"] == 0
+    rows = rows_of(trainer)
     assert len(rows) == 2
     for row in rows:
         assert row["error_share"] == 0, row
@@ -409,40 +364,3 @@ def test_environments_as_their_authors_publish_them_train_from_a_toml(
         assert row["proposer_like/proposer/reward"] == -row["proposer_like/solver/reward"]
     assert max(row["glossary_like/num_turns"] for row in rows) > 1  # the tool was called
     assert max(row["scratchpad_like/called"] for row in rows) > 0
-
-
-def test_gepa_optimises_a_prompt_against_the_server(server, v1_path, tmp_path):
-    """As docs/environments.md says. The teacher that proposes prompts is a stand-in, because
-    its prompt is too long for the tiny model.
-    """
-    asked = []
-
-    async def teach(request):
-        asked.append((await request.json())["messages"][-1]["content"])
-        return web.json_response(chat_reply("```\nSay much.\n```"))
-
-    async def run():
-        async with serving(teach) as teacher:
-            words = f"""small_tasks --env.taskset.num-tasks 3 --env.agent.harness.id verifiers_rl
-                --env.agent.runtime.type subprocess --model {model_name(server)}
-                --client.base-url {server.url}/v1 --client.api-key-var VERIFIERS_RL_TOKEN
-                --reflection-client.base-url {teacher}/v1 --reflection-client.api-key-var NO_KEY
-                --initial-prompt Brief. --sampling.max-tokens 20 --run.dir gepa
-                --num-train 1 --num-val 2 --max-total-rollouts 4"""
-            command = [str(Path(sys.executable).parent / "vf-gepa"), *words.split()]
-            process = await asyncio.create_subprocess_exec(
-                *command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-            )
-            output, _ = await asyncio.wait_for(process.communicate(), 120)
-            return process.returncode, output.decode()
-
-    status, output = asyncio.run(run())
-    assert status == 0, output
-    folder = tmp_path / "outputs" / "gepa"
-    episodes = [json.loads(line) for line in (folder / "traces.jsonl").read_text().splitlines()]
-    traces = [trace for episode in episodes for trace in episode["traces"]]
-    assert len(traces) >= 4 and not any(trace["errors"] for trace in traces), output
-    assert {"Brief.", "Say much."} == {t["task"]["data"]["system_prompt"] for t in traces}
-    assert any(t["rewards"]["length"]["score"] > 0 for t in traces)
-    assert "question 0" in asked[0]
-    assert (folder / "best_system_prompt.txt").read_text() in ("Brief.", "Say much.")

@@ -5,12 +5,10 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -19,7 +17,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from tests.conftest import free_port, running_server
+from tests.conftest import running_server, wait_until
+from tests.families import write_family
 from tests.helpers import (
     ROOT,
     at_bucket,
@@ -28,7 +27,6 @@ from tests.helpers import (
     make_tiny_moe,
     push_to,
     share_memory_of_cpu,
-    write_tiny_qwen3_5,
 )
 from verifiers_rl import RLConfig, RLTrainer, cispo
 from verifiers_rl.distill import Distillation, Teacher
@@ -126,104 +124,83 @@ def load(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def perturb(model, seed, scale=0.02):
-    """A step of training, as far as the server can tell."""
+def perturb(model, seed, scale=0.02, part=""):
+    """A step of training, as far as the server can tell, of weights whose names have this part."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and part in name:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
 
 
-def completion(server, model_name, engine=None, **options):
-    body = {"model": model_name, "prompt": PROMPT, "temperature": 1.0, **options}
-    headers = {} if engine is None else {"X-data-parallel-rank": str(engine)}
+def ask(server, model_name, engine=0, **options):
+    """The reply to a completion of 80 tokens, unless the options say otherwise. That takes long
+    enough for a push in its middle.
+    """
+    body = {"model": model_name, "prompt": PROMPT[:40], "max_tokens": 80, "temperature": 1.0}
+    body |= {"ignore_eos": True, "logprobs": 0, "return_token_ids": True, **options}
+    headers = {"X-data-parallel-rank": str(engine)} if engine else {}
     url = f"{server.url}/v1/completions"
     reply = httpx.post(url, json=body, headers=headers, timeout=60, trust_env=False)
     assert reply.status_code == 200, reply.text
-    return reply.json()["choices"][0]
+    return reply
 
 
-def largest_difference(model, server, model_name, engine=None):
+def parts_of(reply):
+    """Sampled tokens, their logprobs, and from which of them on which policy sampled."""
+    choice = reply.json()["choices"][0]
+    spans = [span.split(":") for span in reply.headers["x-policy-versions"].split(",")]
+    spans = [(int(start), int(version)) for start, version in spans]
+    return choice["token_ids"], choice["logprobs"]["token_logprobs"], spans
+
+
+@torch.no_grad()
+def logprobs_under(model, token_ids, prompt):
+    """Logprobs of these tokens after the prompt."""
+    logits = model(torch.tensor([prompt + token_ids])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(token_ids)[:, None])[:, 0]
+
+
+def largest_difference(model, server, model_name, engine=0):
     """Of the server's logprobs of tokens that it samples, from the trainer's."""
-    wanted = {"max_tokens": 32, "ignore_eos": True, "logprobs": 0, "return_token_ids": True}
     difference = 0.0
     # Twice: the second request finds the prompt in the prefix cache.
     for _ in range(2):
-        sampled = completion(server, model_name, engine, **wanted)
-        with torch.no_grad():
-            logits = model(torch.tensor([PROMPT + sampled["token_ids"]])).logits[0]
-        expected = logits[len(PROMPT) - 1 : -1].log_softmax(-1)
-        given = torch.tensor(sampled["logprobs"]["token_logprobs"])
-        of_sampled = expected[range(32), sampled["token_ids"]]
-        difference = max(difference, (given - of_sampled).abs().max().item())
+        reply = ask(server, model_name, engine, prompt=PROMPT, max_tokens=32).json()["choices"][0]
+        expected = logprobs_under(model, reply["token_ids"], PROMPT)
+        given = torch.tensor(reply["logprobs"]["token_logprobs"])
+        difference = max(difference, (given - expected).abs().max().item())
     return difference
 
 
-def test_full_weights_arrive_exactly_ten_times_in_a_row(full_server, connect):
+@pytest.mark.parametrize("way", [None, "CUDA IPC"])
+def test_full_weights_arrive_exactly_ten_times_in_a_row(full_server, connect, monkeypatch, way):
+    """Also through memory of a GPU that trainer and server share; here it is the CPU's."""
     folder, server = full_server
     model, sync = load(folder), connect(server)
-    # No policy yet: the server claims no version.
-    before = LongRequest(server, sync.client.status()["served_model_name"], max_tokens=1)
-    before.join(60)
-    assert before.reply.status_code == 200 and "x-policy-versions" not in before.reply.headers
+    if way:
+        status = sync.client.status
+        monkeypatch.setattr(sync.client, "status", lambda: status() | {"gpus": ["gpu-0"]})
+        monkeypatch.setattr("verifiers_rl.sync.weight_sync.gpu_uuid", lambda device: "gpu-0")
+        monkeypatch.setattr("verifiers_rl.sync.nccl.share", share_memory_of_cpu)
     for version in range(10):
         perturb(model, seed=version)
         push_to(sync, model, version)
+        assert getattr(sync._nccl, "way", None) == way and len(sync.plan.buckets) > 3
         assert largest_difference(model, server, sync.model_name) < 1e-4, version
         assert sync.client.status()["policy_version"] == version
-    assert sync.plan.num_bytes == 4 * sum(p.numel() for p in model.parameters())
-
-
-def test_full_weights_arrive_exactly_through_memory_that_both_sides_share(
-    full_server, connect, monkeypatch
-):
-    """On a GPU that trainer and server share; here it is the CPU's."""
-    folder, server = full_server
-    model, sync = load(folder), connect(server)
-    status = sync.client.status
-    monkeypatch.setattr(sync.client, "status", lambda: status() | {"gpus": ["gpu-0"]})
-    monkeypatch.setattr("verifiers_rl.sync.weight_sync.gpu_uuid", lambda device: "gpu-0")
-    monkeypatch.setattr("verifiers_rl.sync.nccl.share", share_memory_of_cpu)
-    for version in range(3):
-        perturb(model, seed=version)
-        push_to(sync, model, version)
-        assert sync._nccl.way == "CUDA IPC" and len(sync.plan.buckets) > 3
-        assert largest_difference(model, server, sync.model_name) < 1e-4, version
 
 
 def test_adapters_arrive_exactly_ten_times_in_a_row(lora_server, connect):
     folder, server = lora_server
-    model = get_peft_model(load(folder), LoraConfig(r=8, lora_alpha=16, target_modules=TARGETS))
-    sync = connect(server)
+    # Rank-stabilised: a scale of alpha / sqrt(r), here nearly three times as much.
+    lora = LoraConfig(r=8, lora_alpha=16, target_modules=TARGETS, use_rslora=True)
+    model, sync = get_peft_model(load(folder), lora), connect(server)
     for version in range(10):
         perturb(model, seed=version)
         push_to(sync, model, version)
         assert sync.model_name == "policy"
         assert largest_difference(model, server, "policy") < 1e-4, version
-    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert sync.plan.num_bytes == 4 * trainable
-    # Rank-stabilised: a scale of alpha / sqrt(r), here twice as much.
-    lora = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "down_proj"], use_rslora=True)
-    model = get_peft_model(load(folder), lora)
-    perturb(model, seed=10, scale=0.1)
-    push_to(connect(server), model, 10)
-    assert largest_difference(model, server, "policy") < 1e-4
-
-
-@pytest.mark.parametrize("with_whole_modules", [False, True])
-def test_merged_weights_arrive_exactly(full_server, connect, with_whole_modules):
-    folder, server = full_server
-    options = {"r": 4, "target_modules": ["q_proj", "down_proj"], "use_rslora": True}
-    if with_whole_modules:
-        options["modules_to_save"] = ["lm_head"]
-    lora_sync = "adapter" if with_whole_modules else "merged"  # vLLM takes no whole modules
-    model = get_peft_model(load(folder), LoraConfig(**options))
-    sync = connect(server, lora_sync=lora_sync)
-    for version in range(2):
-        perturb(model, seed=version)
-        push_to(sync, model, version)
-        assert largest_difference(model, server, sync.model_name) < 1e-4, version
 
 
 def test_weights_arrive_in_both_halves_of_a_bfloat16_server(bfloat16_server, connect):
@@ -238,8 +215,6 @@ def test_weights_arrive_in_both_halves_of_a_bfloat16_server(bfloat16_server, con
             # bfloat16 has 8 bits: the rounding of its kernels, and far from the other weights.
             assert largest_difference(new, server, sync.model_name) < 0.05
             assert largest_difference(old, server, sync.model_name) > 0.25
-        sent = [p for p in new.parameters() if p.requires_grad] if kind == "adapter" else None
-        assert sync.plan.num_bytes == 2 * sum(p.numel() for p in sent or old.parameters())
 
 
 @pytest.mark.parametrize("kind", ["full", "adapter"])
@@ -259,48 +234,14 @@ def test_weights_arrive_in_both_data_parallel_engines(models, connect, tmp_path,
                 assert largest_difference(model, server, sync.model_name, engine) < 1e-4, engine
         if kind == "adapter":
             check_tokens_on_both_sides(kind, folder, server, connect, num_requests=2)
-            check_a_killed_trainer(kind, folder, server, connect)
             # Killed, it leaves nothing: engines, workers, and what coordinates them.
             assert len(group_of(server)) >= 6  # server, coordinator, two engines, two workers
             server.process.kill()
             server.process.wait()
-            deadline = time.monotonic() + 30
-            while left := group_of(server):
-                assert time.monotonic() < deadline, left
-                time.sleep(0.2)  # they are no children of ours: nothing to await
+            # They are no children of ours: nothing to await.
+            wait_until(lambda: not group_of(server), 30)
         else:
             check_a_killed_worker(model, sync, server)
-
-
-def test_a_server_that_is_killed_while_its_engine_starts_leaves_nothing(models, tmp_path):
-    command = [sys.executable, "-m", "verifiers_rl.inference.server", "--model", models[False]]
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [*map(str, command), "--port", str(free_port()), "--enforce-eager"],
-            stdout=log, stderr=log, start_new_session=True,
-        )  # fmt: skip
-    server, deadline = SimpleNamespace(process=process), time.monotonic() + 240
-    try:
-        while not any("EngineCor" in (path / "comm").read_text() for path in group_of(server)):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.02)
-        process.kill()
-        process.wait()
-        deadline = time.monotonic() + 60
-        while left := group_of(server):
-            said = [(path / "cmdline").read_text() for path in left]
-            assert time.monotonic() < deadline, said
-            time.sleep(0.2)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def change_routers(model, scale, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for _, router in routers_of(model):
-            router.weight += scale * torch.randn(router.weight.shape, generator=generator)
 
 
 @pytest.fixture(scope="module")
@@ -312,7 +253,7 @@ def expert_server(tmp_path_factory):
     with torch.no_grad():
         for _, router in routers_of(model):
             router.weight[2] = router.weight[1]
-    change_routers(model, 1e-6)
+    perturb(model, 0, 1e-6, ".mlp.gate.")
     folder = tmp_path_factory.mktemp("model")
     model.save_pretrained(folder)
     load_example("warm_start").make_tokenizer().save_pretrained(folder)
@@ -330,20 +271,16 @@ def test_experts_arrive_exactly(expert_server, connect):
         perturb(model, seed=version)
         push_to(sync, model, version)
         assert largest_difference(model, server, sync.model_name) < 1e-4, version
-    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "o_proj"]))
-    perturb(model, seed=3, scale=0.2)
     merged = connect(server, lora_sync="merged")
-    push_to(merged, model, 3)
-    assert largest_difference(model, server, merged.model_name) < 1e-4
-    # An adapter of each expert.
-    model = load(folder)
-    change_routers(model, 0.5)  # as they are, rounding decides between two of the experts
-    model = get_peft_model(model, LoraConfig(r=4, target_modules=TARGETS))
+    for targets in (["q_proj", "o_proj"], TARGETS):  # which has an adapter of each expert
+        model = load(folder)
+        # As the routers are, rounding decides between two of the experts.
+        perturb(model, 0, 0.5, ".mlp.gate.")
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=targets))
+        perturb(model, seed=4, scale=0.05)
+        push_to(merged, model, 4)
+        assert largest_difference(model, server, merged.model_name) < 1e-4
     assert model.peft_config["default"].target_parameters == {"gate_up_proj", "down_proj"}
-    perturb(model, seed=4, scale=0.05)
-    push_to(merged, model, 4)
-    assert largest_difference(model, server, merged.model_name) < 1e-4
-    assert largest_difference(load(folder), server, merged.model_name) > 1e-2
 
 
 class RoundedOtherwise(RLTrainer):
@@ -351,7 +288,7 @@ class RoundedOtherwise(RLTrainer):
 
     def push_weights(self):
         super().push_weights()
-        change_routers(self.model, 2e-6, seed=1)
+        perturb(self.model, 1, 2e-6, ".mlp.gate.")
 
 
 def test_a_run_with_router_replay_computes_the_logprobs_that_the_server_sampled_with(
@@ -379,23 +316,21 @@ def test_a_run_with_router_replay_computes_the_logprobs_that_the_server_sampled_
         trainer.train()
         apart[replays] = max(found)
         (metrics[replays],) = [row for row in trainer.state.log_history if "reward" in row]
-    print(f"{apart[False]:.2g} nats apart without replay, {apart[True]:.2g} with it")
     assert apart[False] > 1e-3 and apart[True] < 1e-5
     assert metrics[True]["mismatch_kl"] < 1e-9 < metrics[False]["mismatch_kl"]
-    assert 1.0 < metrics[True]["expert_load_max"] <= 2.0 and "expert_load_max" not in metrics[False]
 
 
 @pytest.mark.parametrize(
     "experts, kind", [(False, "adapter"), (True, "full")], ids=["dense", "experts"]
 )
 def test_qwen3_5_arrives_where_its_checkpoint_has_a_vision_tower(connect, tmp_path, experts, kind):
-    folder = tmp_path / "model"
-    write_tiny_qwen3_5(folder, experts)
-    args = RLConfig(use_cpu=True, use_lora=kind == "adapter")
-    old = load_policy(str(folder), RLConfig(use_cpu=True, use_lora=False))
-    model = load_policy(str(folder), args)
+    write_family("qwen3_5_moe" if experts else "qwen3_5", tmp_path)
+    old, model = (
+        load_policy(str(tmp_path), RLConfig(use_cpu=True, use_lora=use_lora))
+        for use_lora in (False, kind == "adapter")
+    )
     flags = ("--open", *(LORA if kind == "adapter" else ()))
-    with running_server(folder, tmp_path / "server.log", *flags, dtype="auto") as server:
+    with running_server(tmp_path, tmp_path / "server.log", *flags, dtype="auto") as server:
         sync = connect(server)
         for version in range(3):
             perturb(model, seed=version, scale=0.05 if kind == "adapter" else 0.02)
@@ -420,87 +355,13 @@ def group_of(server):
     return found
 
 
-def memory_of(server):
-    """Resident bytes of the server's processes, MB."""
-    pages = [int((path / "statm").read_text().split()[1]) for path in group_of(server)]
-    return sum(pages) * os.sysconf("SC_PAGE_SIZE") / 1e6
-
-
-def own_memory():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
-
-
 def policy(folder, kind):
     """The trainer's model: all weights, or with a fresh adapter."""
     lora = LoraConfig(r=8, target_modules=TARGETS)
     return load(folder) if kind == "full" else get_peft_model(load(folder), lora)
 
 
-def test_a_hundred_full_updates_leave_memory_as_it_is(full_server, connect):
-    check_a_hundred_updates("full", *full_server, connect)
-
-
-def test_a_hundred_adapter_updates_leave_memory_as_it_is(lora_server, connect):
-    check_a_hundred_updates("adapter", *lora_server, connect)
-
-
-def check_a_hundred_updates(kind, folder, server, connect):
-    model, sync = policy(folder, kind), connect(server)
-    for version in range(20):
-        push_to(sync, model, version)
-    assert largest_difference(model, server, sync.model_name) < 1e-4
-    before = memory_of(server), own_memory()
-    for version in range(20, 120):
-        perturb(model, seed=version)
-        push_to(sync, model, version)
-    assert largest_difference(model, server, sync.model_name) < 1e-4
-    growth = memory_of(server) - before[0], own_memory() - before[1]
-    pushed_mb = 100 * sync.plan.num_bytes / 1e6  # about 340 in full, 30 as an adapter
-    assert max(growth) < min(pushed_mb, 60), growth
-
-
 # --- While requests are running -----------------------------------------------------------------
-
-
-class LongRequest(threading.Thread):
-    """A completion of 80 tokens, which takes long enough for a push in its middle."""
-
-    def __init__(self, server, model_name, engine=0, **options):
-        super().__init__()
-        self.headers = {"X-data-parallel-rank": str(engine)} if engine else {}
-        self.body = {
-            "model": model_name,
-            "prompt": PROMPT[:40],
-            "max_tokens": 80,
-            "ignore_eos": True,
-            "logprobs": 0,
-            "return_token_ids": True,
-            **options,
-        }
-        self.url = f"{server.url}/v1/completions"
-        self.start()
-
-    def run(self):
-        given = {"json": self.body, "headers": self.headers}
-        self.reply = httpx.post(self.url, timeout=60, trust_env=False, **given)
-
-    def result(self):
-        self.join(60)
-        choice = self.reply.json()["choices"][0]
-        spans = [span.split(":") for span in self.reply.headers["x-policy-versions"].split(",")]
-        return (
-            choice["token_ids"],
-            choice["logprobs"]["token_logprobs"],
-            [(int(start), int(version)) for start, version in spans],
-        )
-
-
-def logprobs_under(model, token_ids):
-    """Logprobs of the completion's tokens after PROMPT[:40]."""
-    with torch.no_grad():
-        logits = model(torch.tensor([PROMPT[:40] + token_ids])).logits[0]
-    logprobs = logits.log_softmax(-1)[39:-1]
-    return logprobs.gather(1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
 
 
 def test_the_server_as_a_teacher_gives_the_models_own_logprobs(full_server, connect):
@@ -526,71 +387,50 @@ def test_the_server_as_a_teacher_gives_the_models_own_logprobs(full_server, conn
     np.testing.assert_allclose(logprobs[1:], own[:, 0], atol=1e-4)
 
 
-def test_tokens_on_both_sides_of_a_full_push_carry_their_version(full_server, connect):
-    check_tokens_on_both_sides("full", *full_server, connect)
-
-
-def test_tokens_on_both_sides_of_an_adapter_push_carry_theirs(lora_server, connect):
-    check_tokens_on_both_sides("adapter", *lora_server, connect)
-
-
-def check_tokens_on_both_sides(kind, folder, server, connect, num_requests=1):
+def check_tokens_on_both_sides(kind, folder, server, connect, num_requests=1, sleeps=False):
     models = [policy(folder, kind) for _ in range(2)]
     for seed, model in enumerate(models):
         perturb(model, seed)
     sync = connect(server)
     for attempt in range(20):  # until the push falls into the middle of the requests
         push_to(sync, models[0], 0)
-        running = [LongRequest(server, sync.model_name, engine) for engine in range(num_requests)]
-        time.sleep(0.02 + 0.02 * attempt)
-        push_to(sync, models[1], 1)
-        results = [request.result() for request in running]
+        with ThreadPoolExecutor() as threads:
+            running = [
+                threads.submit(ask, server, sync.model_name, engine)
+                for engine in range(num_requests)
+            ]
+            time.sleep(0.02 * 1.4**attempt)  # on a busy machine it comes seconds later
+            if sleeps:
+                sync.sleep()
+                waiting = threads.submit(ask, server, sync.model_name, max_tokens=1)
+                time.sleep(0.5)
+                assert not waiting.done()
+            push_to(sync, models[1], 1)
+        results = [parts_of(request.result()) for request in running]
         if all(len(spans) == 2 for _, _, spans in results):
             break
     for token_ids, logprobs, spans in results:
         assert len(token_ids) == 80 and [version for _, version in spans] == [0, 1]
         split = spans[1][0]
         assert 0 < split < 80
-        old, new = (logprobs_under(model, token_ids) for model in models)
-        difference = [abs(a - b) for a, b in zip(logprobs, old[:split] + new[split:], strict=True)]
-        assert max(difference[:split]) < 1e-4
-        # New weights over the keys and values of the old ones: neither policy's logprobs.
-        assert max(difference[split:]) > 1e-3
+        old, new = (
+            (logprobs_under(model, token_ids, PROMPT[:40]) - torch.tensor(logprobs)).abs()
+            for model in models
+        )
+        assert old[:split].max() < 1e-4
+        # Asleep, it gives up the keys and values of the old weights, which are computed anew. Else
+        # the new weights are over the old ones' keys and values: neither policy's logprobs.
+        assert new[split:].max() < 1e-4 if sleeps else new[split:].max() > 1e-3
+    if sleeps:
+        assert parts_of(waiting.result())[2] == [(0, 1)]
     # What the push left in the prefix cache serves nobody after it.
     assert largest_difference(models[1], server, sync.model_name) < 1e-4
 
 
-# --- A server that sleeps -----------------------------------------------------------------------
-
-
-def test_requests_of_a_server_that_sleeps_wait_and_go_on_under_the_weights_of_the_next_push(
-    full_server, connect
-):
-    folder, server = full_server
-    old, new = (policy(folder, "full") for _ in range(2))
-    perturb(new, seed=1)
-    sync = connect(server)
-    for attempt in range(20):  # until the server falls asleep in the middle of the request
-        push_to(sync, old, 0)
-        assert sync.client.status()["sleeps"]
-        running = LongRequest(server, sync.model_name)
-        time.sleep(0.02 * 1.4**attempt)  # on a busy machine it comes seconds later
-        sync.sleep()
-        waiting = LongRequest(server, sync.model_name, max_tokens=1)
-        waiting.join(0.5)
-        assert waiting.is_alive()
-        push_to(sync, new, 1)
-        waiting.join(60)
-        assert waiting.reply.headers["x-policy-versions"] == "0:1"
-        token_ids, logprobs, spans = running.result()
-        if len(spans) == 2:
-            break
-    assert len(token_ids) == 80 and [version for _, version in spans] == [0, 1]
-    split = spans[1][0]
-    expected = logprobs_under(old, token_ids)[:split] + logprobs_under(new, token_ids)[split:]
-    # Its keys and values are computed anew, of the new weights.
-    np.testing.assert_allclose(logprobs, expected, atol=1e-4)
-    assert largest_difference(new, server, sync.model_name) < 1e-4
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_tokens_on_both_sides_of_a_push_carry_their_version(full_server, connect, sleeps):
+    """Those of adapters in several engines, above. Requests of a server that sleeps wait."""
+    check_tokens_on_both_sides("full", *full_server, connect, sleeps=sleeps)
 
 
 # --- Trainers come and go -----------------------------------------------------------------------
@@ -598,17 +438,15 @@ def test_requests_of_a_server_that_sleeps_wait_and_go_on_under_the_weights_of_th
 
 def test_logprobs_of_a_prompt_are_refused_beside_adapters_on_a_cpu(lora_server):
     folder, server = lora_server
-    fields = {"model": str(folder), "prompt": [1, 2, 3], "max_tokens": 1}
-    url = f"{server.url}/v1/completions"
-    reply = httpx.post(url, json=fields | {"prompt_logprobs": 0}, timeout=60)
-    assert reply.status_code == 400 and "start vf-vllm without that flag" in reply.text
-    assert httpx.post(url, json=fields, timeout=60).status_code == 200  # its engine lives
+    with pytest.raises(AssertionError, match="start vf-vllm without that flag"):
+        ask(server, str(folder), prompt_logprobs=0)
+    ask(server, str(folder))  # its engine lives
 
 
 KILLED_IN_A_PUSH = """
 import os, signal, sys
 from tests.helpers import at_bucket, push_to
-from tests.test_e2e_sync import perturb, policy
+from tests.test_e2e_sync import load, perturb
 from verifiers_rl.inference.client import InferenceClient
 from verifiers_rl.sync.weight_sync import WeightSync
 
@@ -616,7 +454,7 @@ def die():
     print("killed in the middle", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
-model = policy(sys.argv[1], sys.argv[3])
+model = load(sys.argv[1])
 sync = WeightSync(InferenceClient("127.0.0.1", int(sys.argv[2])), bucket_bytes=50_000)
 push_to(sync, model, 0)
 perturb(model, 9)
@@ -625,26 +463,16 @@ push_to(sync, model, 1)
 """
 
 
-def test_a_trainer_killed_in_a_full_push_leaves_a_server_for_the_next_one(full_server, connect):
-    check_a_killed_trainer("full", *full_server, connect)
-
-
-def check_a_killed_trainer(kind, folder, server, connect):
+def test_a_trainer_killed_in_a_push_leaves_a_server_for_the_next_one(full_server, connect):
+    folder, server = full_server
     connect.leave()
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED_IN_A_PUSH, str(folder), str(server.port), kind],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-    )
+    words = [sys.executable, "-c", KILLED_IN_A_PUSH, str(folder), str(server.port)]
+    killed = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert killed.returncode == -signal.SIGKILL and "in the middle" in killed.stdout, killed.stderr
-    model = policy(folder, kind)
+    model = load(folder)
     perturb(model, seed=5)
     sync = connect(server)
-    start = time.monotonic()
     push_to(sync, model, 0)
-    assert time.monotonic() - start < 30
     assert largest_difference(model, server, sync.model_name) < 1e-4
     assert sync.client.status()["policy_version"] == 0
     sync.check_server()
@@ -654,55 +482,26 @@ def check_a_killed_worker(model, sync, server):
     """A worker killed in a push is a lost server: the push fails in seconds, and so do the requests
     of both engines that the push has frozen.
     """
-    lost = []
     deadline = time.monotonic() + 120
 
-    def ask(engine):
-        try:
-            while time.monotonic() < deadline:  # the next one where the push has not begun yet
-                completion(server, sync.model_name, engine, max_tokens=80, ignore_eos=True)
-        except (AssertionError, httpx.HTTPError) as error:
-            lost.append(error)
+    def ask_on(engine):
+        while time.monotonic() < deadline:  # the next one where the push has not begun yet
+            ask(server, sync.model_name, engine)
 
-    asking = [threading.Thread(target=ask, args=[engine]) for engine in range(2)]
-    for thread in asking:
-        thread.start()
-    time.sleep(0.05)
-    start = time.monotonic()
-    at_bucket(sync, 3, partial(os.kill, worker_of(server), signal.SIGKILL))
-    with pytest.raises(ServerLostError):
-        push_to(sync, model, 9)
-    assert time.monotonic() - start < 30
-    server.process.wait(60)  # vf-rl then starts another
-    for thread in asking:
-        thread.join(60)
-    assert len(lost) == 2
-    assert not any(thread.is_alive() for thread in asking)
-
-
-def worker_of(server):
-    """One of its two workers."""
-    workers = [p for p in group_of(server) if b"Worker" in (p / "cmdline").read_bytes()]
+    workers = [path for path in group_of(server) if b"Worker" in (path / "cmdline").read_bytes()]
     assert len(workers) == 2
-    return int(workers[0].name)
-
-
-def test_what_vllm_refuses_to_load_is_told_to_the_trainer(lora_server, connect, monkeypatch):
-    folder, server = lora_server
-    lora = LoraConfig(r=8, target_modules=TARGETS, bias="all")
-    model, sync = get_peft_model(load(folder), lora), connect(server)
-    with pytest.raises(ValueError, match="set lora_sync='merged'"):
-        push_to(sync, model, 0)
-    monkeypatch.setattr("verifiers_rl.sync.sources.check_adapter", lambda *_: None)
-    start = time.monotonic()
-    with pytest.raises(InferenceServerError, match="Adapter bias is not supported"):
-        push_to(sync, model, 0)
-    assert time.monotonic() - start < 10  # not at the deadline of our part, 60 s
-    # The server is none the worse for it.
-    model = policy(folder, "adapter")
-    perturb(model, seed=1)
-    push_to(sync, model, 1)
-    assert largest_difference(model, server, "policy") < 1e-4
+    with ThreadPoolExecutor() as threads:
+        asking = [threads.submit(ask_on, engine) for engine in range(2)]
+        time.sleep(0.05)
+        start = time.monotonic()
+        at_bucket(sync, 3, partial(os.kill, int(workers[0].name), signal.SIGKILL))
+        with pytest.raises(ServerLostError):
+            push_to(sync, model, 9)
+        assert time.monotonic() - start < 30
+        server.process.wait(60)  # vf-rl then starts another
+        assert all(
+            isinstance(each.exception(60), AssertionError | httpx.HTTPError) for each in asking
+        )
 
 
 def test_another_model_is_refused_with_both_sizes(full_server, connect):

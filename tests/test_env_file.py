@@ -7,6 +7,7 @@ import pytest
 from tests.helpers import ROOT, check_lines
 from verifiers_rl.cli.config import load_run_config
 from verifiers_rl.cli.layers import TomlError, read_env_files
+from verifiers_rl.envs.v1_changes import local_runtime
 from verifiers_rl.process import secret_names
 from verifiers_rl.process.secret_names import is_secret, is_secret_key, without_secrets
 
@@ -33,39 +34,18 @@ def test_lines_are_names_and_values(tmp_path):
     assert read_env_files([file, later]) == {**values, "KEY": "z"}
 
 
-@pytest.mark.parametrize("line", ["just-a-secret", "a b = c", "=x"])
+@pytest.mark.parametrize("line", ["just-a-secret", "a b = c"])
 def test_a_wrong_line_is_named_and_not_shown(tmp_path, line):
-    file = tmp_path / "secrets.env"
-    file.write_text(f"A=1\n{line}\n")
+    (file := tmp_path / "secrets.env").write_text(f"A=1\n{line}\n")
     with pytest.raises(TomlError, match=r"secrets\.env', line 2: must be NAME=VALUE") as caught:
         read_env_files([file])
     assert line not in str(caught.value)
-    with pytest.raises(TomlError, match=r"none\.env': No such file or directory"):
-        read_env_files([tmp_path / "none.env"])
-
-
-def test_files_are_relative_to_the_toml_and_may_be_several(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "sub").mkdir()
-    for name in ("a.env", "sub/b.env"):
-        (tmp_path / name).write_text("A=1\n")
-    toml = tmp_path / "sub" / "config.toml"
-    toml.write_text('env_file = ["../a.env", "b.env"]\nmodel = "m"\n[env]\nid = "e"\n')
-    for words, names in (
-        ([], ["a.env", "sub/b.env"]),
-        ([("env_file", "a.env")], ["a.env"]),  # relative to where the command is given
-        ([("env_file", "none")], []),
-    ):
-        config = load_run_config(toml, words, checks_model=False)
-        assert config.env_files == [str(tmp_path / name) for name in names]
 
 
 def test_environments_get_them_and_programs_of_a_model_do_not(tmp_path, environment, monkeypatch):
     """That no other child gets them is tested in test_e2e_train.py."""
-    from verifiers_rl.envs.v1_changes import local_runtime
-
     environment["OF_SHELL"] = "shell"
-    (tmp_path / "secrets.env").write_text("PLAIN_NAME=hidden\nOF_SHELL=other\n")
+    (tmp_path / "secrets.env").write_text("PLAIN_NAME=veiled-9431\nOF_SHELL=other\n")
     toml = tmp_path / "config.toml"
     toml.write_text('env_file = "secrets.env"\nmodel = "m"\n[env]\nid = "e"\n')
     seen, load = {}, "verifiers_rl.envs.v1_loading.load_v1_environment"
@@ -73,12 +53,13 @@ def test_environments_get_them_and_programs_of_a_model_do_not(tmp_path, environm
     config = load_run_config(toml, checks_model=False)
     assert "PLAIN_NAME" not in environment  # not before an environment is loaded
     config.load_envs()
-    assert (seen["PLAIN_NAME"], seen["OF_SHELL"]) == ("hidden", "shell")
+    assert (seen["PLAIN_NAME"], seen["OF_SHELL"]) == ("veiled-9431", "shell")
     # Whatever their names. A worker inherits the list of names.
     assert is_secret("PLAIN_NAME") and not is_secret("PATH")
     assert not {"PLAIN_NAME", "OF_SHELL"} & local_runtime.os.environ.keys()
     assert "PATH" in local_runtime.os.environ
-    assert "hidden" not in environment[secret_names.LISTED]
+    assert "veiled-9431" not in environment[secret_names.LISTED]
+    assert without_secrets("if note == 'veiled-9431': pass") == "if note == '***': pass"
 
 
 @pytest.mark.parametrize(
@@ -108,8 +89,3 @@ def test_programs_are_shown_without_their_secrets():
     given = (ROOT / "tests" / "shown_programs.txt").read_text().splitlines()
     lines = [line.partition(" => ")[0] for line in given]
     check_lines([f"{line} => {without_secrets(line)}" for line in lines], "shown_programs.txt")
-
-
-def test_programs_are_shown_without_what_this_process_holds_as_a_secret(environment):
-    secret_names.set_secrets({"JUDGE_NOTE": "veiled-9431"})
-    assert without_secrets("if note == 'veiled-9431': pass") == "if note == '***': pass"

@@ -2,11 +2,10 @@
 half is `make models`.
 """
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from tests.families import FAMILIES, write_family
 from tests.family_steps import (
@@ -77,18 +76,12 @@ def test_a_checkpoint_in_fp8_is_trained_as_plain_weights(tmp_path):
     for name in [name for name in tensors if "_proj." in name]:
         scale = tensors[name].float().abs().max() / 448
         quantised = (tensors[name].float() / scale).to(torch.float8_e4m3fn)
-        plain[name] = quantised.float() * scale
-        tensors[name] = quantised
+        plain[name], tensors[name] = quantised.float() * scale, quantised
         tensors[f"{name}_scale_inv"] = scale.reshape(1, 1)  # of a block of 128 x 128
     save_file(tensors, path, {"format": "pt"})
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "weight_block_size": [128, 128],
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    config = AutoConfig.from_pretrained(tmp_path)
+    config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config.save_pretrained(tmp_path)
     model = load(tmp_path)
     assert not hasattr(model.config, "quantization_config")
     sources, _ = what_to_send(model, "merged")

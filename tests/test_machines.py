@@ -3,20 +3,17 @@
 import os
 import re
 import signal
-import subprocess
 import sys
-import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import pytest
 
-from tests.conftest import Started, free_port, wait_until
+from tests.conftest import Started, wait_until
 from tests.helpers import write_environment
 from tests.machines import machines
 from tests.test_ray_engine import DRIVER, needs_ray, ray_folder
-from verifiers_rl.cli.children import ChildError
 from verifiers_rl.cli.config import TomlError, load_run_config
-from verifiers_rl.cluster.machines import Machine, find_head, join, machine_of, take_variables
+from verifiers_rl.cluster.machines import Machine, find_head, machine_of, take_variables
 from verifiers_rl.inference.client import TOKEN_VARIABLE
 
 FOUR = {"MASTER_ADDR": "10.0.0.5", "MASTER_PORT": "29500", "WORLD_SIZE": "3", "RANK": "1"}
@@ -34,7 +31,7 @@ def test_the_four_variables_are_read_and_not_handed_on():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"RANK": None}, "MASTER_ADDR, MASTER_PORT, WORLD_SIZE set, RANK not: .* set all four"),
+        ({"RANK": ""}, "MASTER_ADDR, MASTER_PORT, WORLD_SIZE set, RANK not: .* set all four"),
         ({"RANK": "3"}, r"WORLD_SIZE='3', RANK='3': must be .* from 0 to WORLD_SIZE - 1"),
         ({"WORLD_SIZE": "2.5"}, "WORLD_SIZE='2.5', RANK='1': must be"),
         ({"MASTER_PORT": "65536"}, "MASTER_PORT='65536', .*must be a port"),
@@ -42,16 +39,15 @@ def test_the_four_variables_are_read_and_not_handed_on():
     ],
 )
 def test_variables_that_cannot_be_are_one_clear_error(changes, message):
-    given = {name: value for name, value in {**FOUR, **changes}.items() if value is not None}
     with pytest.raises(TomlError, match=message):
-        take_variables(given)
+        take_variables({**FOUR, **changes})
 
 
 @pytest.fixture
 def machine_with(tmp_path, monkeypatch):
     """The machine of a TOML and these variables, and the configuration."""
 
-    def machine_with(text, variables):
+    def machine_with(text, **variables):
         monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
@@ -68,58 +64,33 @@ def machine_with(tmp_path, monkeypatch):
     [
         ("trainer_nodes = 2", {}, r"trainer_nodes=2: is about several machines: set MASTER_ADDR"),
         ('address = "auto"', FOUR, "address='auto': is of a Ray cluster that runs already"),
-        ('engine = "slurm"', {}, r"\[cluster\] has an unknown key 'engine'; known: address"),
         ("", FOUR, f"{TOKEN_VARIABLE} is not set.* same value on each"),
     ],
 )
 def test_a_cluster_that_cannot_be_is_one_clear_error(machine_with, table, variables, message):
     with pytest.raises(TomlError, match=message):
-        machine_with(table, variables)
+        machine_with(table, **variables)
 
 
 @pytest.mark.parametrize(
     "table, num_servers",
     [
         ("", 2),
-        ("trainer_nodes = 2", 1),
         ("trainer_nodes = 3", 1),
         ("inference_nodes = 3", 3),
         ("[trainer.args]\nvllm_servers = ['h:1']", None),
     ],
 )
 def test_what_neither_trains_nor_rolls_out_serves(machine_with, table, num_servers):
-    machine, config = machine_with(table, {TOKEN_VARIABLE: "secret", **FOUR})
-    assert machine.rank == 1
-    assert config.cluster.address == "10.0.0.5:29500"
+    machine, config = machine_with(table, **{TOKEN_VARIABLE: "secret"}, **FOUR)
+    assert (machine.rank, config.cluster.address) == (1, "10.0.0.5:29500")
     assert config.cluster.inference_nodes == num_servers
 
 
-def test_a_name_that_is_loopback_here_or_a_foreign_address_is_refused(monkeypatch):
-    found = [(2, 2, 17, "", ("127.0.1.1", 29500))]
-    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: found)
-    with pytest.raises(TomlError, match=r"MASTER_ADDR='here' is 127.0.1.1 .* cannot reach; set it"):
-        find_head(Machine(0, 2, "here", 29500))
-    monkeypatch.undo()
-    with pytest.raises(TomlError, match=r"MASTER_ADDR='no\.invalid' cannot be reached: "):
-        find_head(Machine(1, 2, "no.invalid", 29500))
-
-
-def test_a_head_that_never_comes_is_one_error_after_the_deadline(monkeypatch, tmp_path):
-    monkeypatch.setattr("verifiers_rl.process.waiting.POLL_S", 0.01)
-    port = free_port()
-    message = rf"nothing answers at Ray's head at 127.0.0.1:{port} after 0.05 s .*RANK=0"
-    with pytest.raises(ChildError, match=message):
-        join(Machine(1, 2, "localhost", port), "127.0.0.1", 0.05, tmp_path)
-
-
-def said_of(machines):
-    """What still runs on them."""
-    pids = [pid for one in machines for pid in one.pids()]
-    return subprocess.run(["ps", "-fww", "-p", ",".join(pids)], capture_output=True).stdout.decode()
-
-
-@contextmanager
-def two_machines(tmp_path, status):
+@needs_ray
+@pytest.mark.slow
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_two_machines_become_a_cluster_and_end_with_the_trainer_or_the_head(tmp_path, is_killed):
     """vf-rl with the four variables on two machines, with stand-ins for server and trainer."""
     env = write_environment(tmp_path, "tiny_env", {"a": "b"})
     path = tmp_path / "rl.toml"
@@ -136,35 +107,28 @@ def two_machines(tmp_path, status):
         runs = []
         for rank, machine in enumerate(found):
             command = [*machine.words, *(apart if rank else []), sys.executable, "-c", DRIVER]
-            command += [str(tmp_path / "end"), str(status), "@", str(path)]
-            of_rank = {**environment, "RANK": str(rank)}
-            run = Started(command, of_rank, tmp_path / f"log{rank}")
+            command += [str(tmp_path / "end"), "7", "@", str(path)]
+            run = Started(command, {**environment, "RANK": str(rank)}, tmp_path / f"log{rank}")
             runs.append(stack.enter_context(run))
-        yield runs
-        # What a killed one has started ends with it.
-        wait_until(lambda: not any(one.pids() for one in found), 90.0, lambda: said_of(found))
-
-
-@needs_ray
-@pytest.mark.slow
-def test_two_machines_become_a_cluster_and_both_end_with_the_trainers_status(tmp_path):
-    with two_machines(tmp_path, status=7) as (first, second):
+        first, second = runs
         first.wait_for(r"\(trainer.*\)\S* trains with 1 servers")
         places = dict(re.findall(r"vf-rl: (\S+) is on ([\d.]+)", first.said()))
         assert set(places) == {"inference", "trainer"}
         assert "joins Ray's head at 10.77.0.1:29500" in second.said()
-        (tmp_path / "end").touch()
-        assert first.process.wait(120) == 7, first.said()
-        assert second.process.wait(120) == 7, second.said()
+        if is_killed:
+            os.kill(first.process.pid, signal.SIGKILL)
+            assert second.process.wait(120) == 1, second.said()
+            assert "Ray's head at 10.77.0.1:29500 is lost, and the run with it" in second.said()
+        else:
+            (tmp_path / "end").touch()
+            for run in runs:
+                assert run.process.wait(120) == 7, run.said()
+        # What a killed one has started ends with it.
+        wait_until(lambda: not any(one.pids() for one in found), 90.0)
 
 
-@needs_ray
-@pytest.mark.slow
-def test_a_machine_without_its_head_ends_with_one_error(tmp_path):
-    with two_machines(tmp_path, status=0) as (first, second):
-        first.wait_for(r"\(trainer.*\)\S* trains with 1 servers")
-        os.kill(first.process.pid, signal.SIGKILL)
-        began = time.monotonic()
-        assert second.process.wait(150) == 1, second.said()
-        assert time.monotonic() - began < 120
-        assert "Ray's head at 10.77.0.1:29500 is lost, and the run with it" in second.said()
+def test_a_name_that_is_loopback_here_is_refused(monkeypatch):
+    found = [(2, 2, 17, "", ("127.0.1.1", 29500))]
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: found)
+    with pytest.raises(TomlError, match=r"MASTER_ADDR='here' is 127.0.1.1 .* cannot reach; set it"):
+        find_head(Machine(0, 2, "here", 29500))

@@ -1,5 +1,6 @@
 """A run on a Ray cluster: of no machines, and of machines that are network namespaces."""
 
+import itertools
 import os
 import re
 import secrets
@@ -17,8 +18,6 @@ import pytest
 from tests.conftest import Started
 from tests.helpers import make_tiny_model, write_environment
 from tests.machines import REACH_SERVERS, STAND_INS, machines
-from verifiers_rl.cli import rl
-from verifiers_rl.cli.children import Child
 from verifiers_rl.cli.config import TomlError, load_run_config
 from verifiers_rl.cli.plan import ServerPlan, plan_servers
 from verifiers_rl.cluster import ray_engine
@@ -35,13 +34,6 @@ def read_toml(tmp_path, text="", env='[env]\nid = "e"\n'):
     return path
 
 
-def test_without_ray_the_error_names_the_extra(tmp_path, monkeypatch, run_main):
-    monkeypatch.setitem(sys.modules, "ray", None)  # which importing it takes for an error
-    _, _, said = run_main(rl.main, "@", read_toml(tmp_path))
-    assert "[cluster] a run on several machines needs Ray, which is not installed" in said
-    assert "pip install 'verifiers-rl[ray]'" in said
-
-
 def test_what_travels_is_a_toml_and_the_modules_beside_it(tmp_path, capsys):
     source, target = tmp_path / "source", tmp_path / "target"
     for folder in (source / "outputs", source / "package", target):
@@ -49,13 +41,12 @@ def test_what_travels_is_a_toml_and_the_modules_beside_it(tmp_path, capsys):
     for name in ("mine.py", "package/data.json", "outputs/big", ".hidden", "keys", "b.env"):
         (source / name).write_text("KEY=x")
     path = read_toml(source, "trainer_nodes = 2\n[trainer.args]\nmax_steps = 7\n")
-    path.write_text(f'env_file = "keys"\n{path.read_text()}hub_token = "hf_0123456789abcdef0"\n')
+    path.write_text(f'env_file = "keys"\n{path.read_text()}[env.args]\napi_key = "hf_0123"\n')
     config = load_run_config([path], [("trainer.args.batch_size", "24")])
     ray_engine.write_code(config, "runs/a", target)
     sent = {str(p.relative_to(target)) for p in target.rglob("*") if p.is_file()}
-    assert {"config.toml", "code0/mine.py", "code0/package/data.json"} <= sent
-    left = ("outputs", "hidden", "safetensors", "keys", ".env")
-    assert not [name for name in sent for one in left if one in name]
+    weights = {"code0/model/config.json", "code0/model/generation_config.json"}
+    assert sent - weights == {"config.toml", "code0/mine.py", "code0/package/data.json"}
     assert not [name for name in sent if "hf_0123" in (target / name).read_text()]
     assert "not sent to the machines of the cluster: Left out" in capsys.readouterr().out
     data = tomllib.loads((target / "config.toml").read_text())
@@ -65,34 +56,27 @@ def test_what_travels_is_a_toml_and_the_modules_beside_it(tmp_path, capsys):
     assert wanted.items() <= data["trainer"]["args"].items()
 
 
-class Placed(Child):
-    """A process that runs where Ray has placed it, at an address of its own."""
-
-    made: list = []  # noqa: RUF012  # of a test, which replaces it
-
-    def __init__(self, name, ray, place, plan, timeout_s, wanted=None):
-        super().__init__(name, (f"10.0.0.{len(self.made)}", 7000))
-        self.place, self.wanted = place, wanted
-        self.made.append(self)
-        self.words, self.env = plan(self.address)
-
-    poll = wait = signal = last_lines = None
+def placed(name, ray, place, plan, timeout_s, wanted=None):
+    """In place of a `RayChild`: one that runs where Ray has placed it, at an address of its own."""
+    address = f"10.0.0.{next(ray.numbers)}", 7000
+    words, env = plan(address)
+    given = {"name": name, "place": place, "wanted": wanted, "address": address}
+    return SimpleNamespace(**given, words=words, env=env, find_address=lambda: address)
 
 
 @pytest.fixture
 def machines_of(tmp_path, monkeypatch):
     """Returns the machines of a TOML, with places. Their processes are noted, and not started."""
     monkeypatch.setenv(TOKEN_VARIABLE, "of the run")
-    monkeypatch.setattr(ray_engine, "RayChild", Placed)
-    monkeypatch.setattr(Placed, "made", [])
+    monkeypatch.setattr(ray_engine, "RayChild", placed)
 
     def group(bundles, strategy):
         groups.append((strategy, bundles))
-        return SimpleNamespace(strategy=strategy, wait=lambda seconds: True)
+        return SimpleNamespace(wait=lambda seconds: True)
 
-    groups = []
+    groups, util = [], SimpleNamespace(placement_group=group)
     nodes = lambda: [{"Alive": True}] * 2  # noqa: E731
-    ray = SimpleNamespace(nodes=nodes, util=SimpleNamespace(placement_group=group))
+    ray = SimpleNamespace(nodes=nodes, util=util, numbers=itertools.count())
 
     def machines_of(text, num_machines=1):
         config = load_run_config(read_toml(tmp_path, text))
@@ -106,17 +90,11 @@ def machines_of(tmp_path, monkeypatch):
 GPUS = "[inference]\ngpus = 4\n[trainer]\ngpus = 2\n"
 
 
-def test_places_have_the_gpus_of_their_processes_and_each_replica_has_one(machines_of):
-    text = "trainer_nodes = 3\ninference_nodes = 2\n"
-    found, plans, groups = machines_of(f"{text}[inference]\nreplicas = 2\n[trainer]\ngpus = 0\n")
-    found.open()
-    assert [plan.name for plan in plans] == [f"inference-{n}" for n in range(4)]
-    assert groups == [("PACK", [{"CPU": 1}] * 3), ("SPREAD", [{"CPU": 1, "GPU": 1}] * 4)]
-
-
 def test_processes_get_their_gpus_and_variables_and_ranks_meet_at_the_first(machines_of):
-    found, plans, _ = machines_of(f"trainer_nodes = 2\n{GPUS}")
+    found, plans, groups = machines_of(f"trainer_nodes = 2\ninference_nodes = 2\n{GPUS}")
     found.open()
+    of_trainer, of_server = {"CPU": 1, "GPU": 2}, {"CPU": 1, "GPU": 4}
+    assert groups == [("PACK", [of_trainer] * 2), ("SPREAD", [of_server] * 2)]
     trainers = [*found.start_trainers({"A": "1"})]
     server = found.start_server(plans[0])
     assert server.place[1:] == (0, 4)
@@ -132,8 +110,7 @@ def test_processes_get_their_gpus_and_variables_and_ranks_meet_at_the_first(mach
 
 
 def test_a_server_that_starts_elsewhere_joins_through_one_that_answers(machines_of, monkeypatch):
-    text = f"inference_nodes = 3\n{GPUS}"
-    found, plans, _ = machines_of(text)
+    found, plans, _ = machines_of(f"inference_nodes = 3\n{GPUS}")
     plans.append(ServerPlan("teacher-big", ("teacher", "0"), "m", {}, 0, is_needed=True))
     found.open()
     for plan in reversed(plans):
@@ -148,30 +125,24 @@ def test_a_server_that_starts_elsewhere_joins_through_one_that_answers(machines_
     assert again.wanted == ("10.0.0.3", 7000)
     # The trainer hears of the new address from a server that it knows.
     assert again.address == ("10.0.0.4", 7000)
-    assert told == ["http://10.0.0.1:7000/weight_sync/join?host=10.0.0.4&port=7000"]
     found.start_server(plans[3])
-    assert len(told) == 1
+    assert told == ["http://10.0.0.1:7000/weight_sync/join?host=10.0.0.4&port=7000"]
 
 
 def test_a_cluster_that_is_too_small_is_one_clear_error(machines_of, monkeypatch):
-    found, _, _ = machines_of("[trainer.args]\nvllm_server_timeout = 0.1\n", num_machines=3)
+    found, _, _ = machines_of(f"{GPUS}[trainer.args]\nvllm_server_timeout = 0.1\n", 3)
     with pytest.raises(TomlError, match=r"2 of WORLD_SIZE=3 machines joined within 0\.1 s"):
         found.open()
-    found, _, _ = machines_of(f"{GPUS}[trainer.args]\nvllm_server_timeout = 0.1\n")
+    found._num_machines = 1
     group = SimpleNamespace(wait=lambda seconds: False)
     monkeypatch.setattr(found._ray.util, "placement_group", lambda *_, **__: group)
     found._ray.available_resources = lambda: {"GPU": 1.0, "CPU": 8.0}
     with pytest.raises(TomlError, match=r"trainer-0 2; free are 1 GPUs and 8 CPUs"):
         found.open()
-
-
-def test_servers_that_run_already_need_their_token(machines_of, monkeypatch):
+    # Servers that run already need their token.
     monkeypatch.delenv(TOKEN_VARIABLE)
-    text = '[trainer.args]\nvllm_servers = ["h:1"]\n'
     with pytest.raises(TomlError, match=r"\[trainer.args\] vllm_servers=.*set it to their t"):
-        machines_of(text)
-    monkeypatch.setenv(TOKEN_VARIABLE, "t")
-    assert machines_of(text)[1] == []
+        machines_of('[trainer.args]\nvllm_servers = ["h:1"]\n')
 
 
 # --- Machines -------------------------------------------------------------------------------------
@@ -217,36 +188,27 @@ def ray_folder():
 @contextmanager
 def ray_cluster(found):
     """Ray on these machines; the first is the head, and gets no process of a run."""
-    program = [str(Path(sys.executable).parent / "ray"), "start"]
-    program += ["--object-store-memory", "80000000", "--num-gpus", "0", "--disable-usage-stats"]
+    program = [str(Path(sys.executable).parent / "ray"), "start", "--num-gpus", "0"]
+    program += ["--object-store-memory", "80000000", "--disable-usage-stats"]
     starting = []
-
     with ray_folder() as (folder, environment, apart):
         environment |= {"RAY_DISABLE_IMPORT_WARNING": "1", "RAY_USAGE_STATS_ENABLED": "0"}
         environment |= {"PYTHONWARNINGS": "ignore", "RAY_AUTH_MODE": "token"}
         environment |= {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
-
-        def start(machine, *words):
-            # The driver must find the files of the head.
-            own = apart if machine is not found[0] else []
-            command = [*machine.words, *own, *program, "--node-ip-address", machine.address]
-            process = subprocess.Popen(
-                [*command, *words], env=environment, stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT, text=True,
-            )  # fmt: skip
-            starting.append(process)
-
-        def wait_for_all():
-            for process in starting:
-                assert process.wait(60) == 0, process.stdout.read()
-
         head = ["--head", "--port", "6379", "--num-cpus", "0", "--include-dashboard", "false"]
+        head += ["--temp-dir", folder]
+        other = ["--address", f"{found[0].address}:6379", "--num-cpus", "4"]
         try:
-            start(found[0], *head, "--temp-dir", folder)
-            wait_for_all()
-            for one in found[1:]:
-                start(one, "--address", f"{found[0].address}:6379", "--num-cpus", "4")
-            wait_for_all()
+            for machine in found:
+                # The driver must find the files of the head.
+                own, words = ([], head) if machine is found[0] else (apart, other)
+                command = [*machine.words, *own, *program, "--node-ip-address", machine.address]
+                process = subprocess.Popen(
+                    [*command, *words], env=environment, stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT, text=True,
+                )  # fmt: skip
+                starting.append(process)
+                assert process.wait(60) == 0, process.stdout.read()
             yield environment
         finally:
             for process in starting:
@@ -269,13 +231,11 @@ def test_ray_places_a_run_and_places_a_replica_again_whose_machine_is_lost(tmp_p
         with Started(command, environment, tmp_path / "log") as run:
             run.wait_for(r"\(trainer.*\)\S* trains with 2 servers")
             places = dict(re.findall(r"vf-rl: (\S+) is on ([\d.]+)", run.said()))
-            servers = {name: places[name] for name in ("inference-0", "inference-1")}
-            assert len(set(servers.values())) == 2 and found[0].address not in places.values()
-            lost = next(name for name, at in servers.items() if at != places["trainer"])
-            other = next(at for name, at in servers.items() if name != lost)
-            machine = next(one for one in found if one.address == servers[lost])
-            machine.set_link("down")
-            run.wait_for(rf"is lost with its machine, {machine.address}; starting it again")
+            of_trainer = places.pop("trainer")
+            assert sorted(places.values()) == [one.address for one in found[1:]]
+            (lost, at), (_, other) = sorted(places.items(), key=lambda one: one[1] == of_trainer)
+            next(one for one in found if one.address == at).set_link("down")
+            run.wait_for(rf"is lost with its machine, {at}; starting it again")
             run.wait_for(rf"\({lost}.*\)\S* serving at {other}")
             (tmp_path / "end").touch()
             assert run.process.wait(60) == 0, run.said()
