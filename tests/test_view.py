@@ -474,3 +474,12 @@ def test_a_missing_server_library_is_an_error_that_says_what_to_install(
     assert "uv pip install 'verifiers-rl[view]'" in capsys.readouterr().err
     assert command.main([str(tmp_path), "-o", str(tmp_path / "page.html")]) == 0
     assert (tmp_path / "page.html").stat().st_size > 50_000
+
+
+def test_the_modules_of_the_page_can_be_put_together():
+    whole = one_file.bundle("main.js")
+    assert not re.search(r"^(import|export)\b", whole, re.MULTILINE)
+    names = re.findall(r"^(?:async )?(?:function|const|let|class) (\w+)", whole, re.MULTILINE)
+    assert len(names) == len({*names}) > 100
+    for path in one_file.STATIC.glob("*.[cj]s*"):
+        assert not re.search("</(script|style)", path.read_text("utf-8"), re.IGNORECASE), path
