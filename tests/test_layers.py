@@ -82,7 +82,7 @@ def test_items_of_an_array_have_numbers_on_the_command_line(compose):
     [
         ('run_name "42"', "run_name", "42"),  # a text of TOML
         ("use_lora False", "use_lora", False),
-        ("tools_in_process", "tools_in_process", True),  # alone: true
+        ("deterministic", "deterministic", True),  # alone: true
         ("learning_rate 1e-3", "learning_rate", 1e-3),
         ("vllm_server_timeout -0.5", "vllm_server_timeout", -0.5),  # a number, not an option
         ("lora_target_modules q_proj v_proj", "lora_target_modules", ["q_proj", "v_proj"]),
@@ -217,7 +217,8 @@ def test_words_are_files_behind_an_at_sign_options_of_the_program_or_keys_in_any
         parser = argparse.ArgumentParser(**PARSER)
         parser.add_argument("-s", "--session")
         add_run_options(parser)
-        return parse_command_line(parser, list(words), checks_model=False)
+        parser.set_defaults(dry_run=True)  # without a look at the model
+        return parse_command_line(parser, list(words))
 
     options, config = parse(
         *("--resume", "--trainer.args.run_name=a b", "@", str(first), "--sampling.stop", "c d"),
