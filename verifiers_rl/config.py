@@ -405,9 +405,6 @@ class RLConfig(TrainingArguments):
     for the trainer's. auto: one for each four cores, at most 8; an environment that cannot be made
     again in a worker runs in a thread of the trainer, and one line says why. 0 runs all
     environments in a thread of the trainer."""
-    tools_in_process: bool = True
-    """Call the Python tools of verifiers.v1 environments in the process that runs the environment.
-    False starts an MCP server process for each toolset, as verifiers does."""
     client_type: _ClientType = "openai_chat_completions_token"
     """What a turn sends to the server. openai_chat_completions_token: tokens, those so far and
     those of new messages; openai_chat_completions: messages, tokenised anew at each turn; renderer:
