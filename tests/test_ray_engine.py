@@ -49,7 +49,8 @@ def test_what_travels_is_a_toml_and_the_modules_beside_it(tmp_path, capsys):
     for name in ("mine.py", "package/data.json", "outputs/big", ".hidden", "keys", "b.env"):
         (source / name).write_text("KEY=x")
     path = read_toml(source, "trainer_nodes = 2\n[trainer.args]\nmax_steps = 7\n")
-    path.write_text(f'env_file = "keys"\n{path.read_text()}hub_token = "hf_0123456789abcdef0"\n')
+    secret = 'chat_template_kwargs = { note = "hf_0123456789abcdef0" }'
+    path.write_text(f'env_file = "keys"\n{path.read_text()}{secret}\n')
     config = load_run_config([path], [("trainer.args.batch_size", "24")])
     ray_engine.write_code(config, "runs/a", target)
     sent = {str(p.relative_to(target)) for p in target.rglob("*") if p.is_file()}
