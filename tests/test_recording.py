@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,11 @@ from transformers import TrainerCallback
 
 from tests.helpers import StubSource, make_samples
 from tests.test_rollouts import read as read_rollouts
+from verifiers_rl.config import RLConfig
 from verifiers_rl.data import describe_error
 from verifiers_rl.envs.workers import WorkerError
 from verifiers_rl.process.terminal import print_all_characters
-from verifiers_rl.report.recording import row_of
+from verifiers_rl.report.recording import describe_experiment, row_of
 from verifiers_rl.report.rollouts import RolloutWriter
 from verifiers_rl.report.run_folder import WritingError, read_run
 from verifiers_rl.report.trackers import print_rollouts
@@ -116,6 +118,16 @@ def test_every_rollout_of_a_run_is_written_with_what_became_of_it(make, tmp_path
     assert run.items() >= {**expected, "pid": os.getpid()}.items() and run["versions"]["torch"]
     assert run["args"]["max_steps"] == 4 and "loss" not in run["args"]
     assert began - 1 < run["begun_at"] <= run["ended_at"] <= time.time()
+
+
+def test_options_are_written_without_tokens_of_accounts(tmp_path):
+    @dataclass
+    class OwnConfig(RLConfig):
+        judge_token: str = ""
+
+    args = OwnConfig(output_dir=str(tmp_path), max_steps=7, judge_token="secret")
+    written = describe_experiment(args)["args"]
+    assert written["max_steps"] == 7 and "secret" not in str(written)
 
 
 def test_nothing_is_written_if_nothing_is_wanted(make, tmp_path, capsys):

@@ -280,13 +280,13 @@ def row_of(rollout: Rollout, step: int, split: Split, group: int) -> dict[str, A
 def describe_experiment(args: Any) -> dict[str, Any]:
     """Return what makes a run another experiment than the one beside it.
 
-    Keys: `args`: options that differ from their defaults; `versions`;
+    Keys: `args`: options that differ from their defaults, but for tokens of accounts; `versions`;
     `code`: by the name of what `read_code` finds, its SHA-256, and its text without secrets.
     """
     changed = {
         name: value
         for name, default in default_options(args).items()
-        if (value := getattr(args, name, default)) != default
+        if (value := getattr(args, name, default)) != default and not name.endswith("_token")
     }
     read = read_code(args.output_dir)
     room = MAX_CHARACTERS // max(len(read), 1)
