@@ -7,9 +7,9 @@ of each rollout's own. A rollout calls it once and answers, so it has two model 
 for vf-vllm, in a process of its own, answers at once; so the figures are those of environment,
 harness and Orchestrator. Four environments take turns, in each of several rounds:
 
-    in the worker   tools_in_process=True, the default
-    in processes    tools_in_process=False: an MCP server process for each rollout, as verifiers
-                    does; only `--with-processes` rollouts, in the first round alone
+    in the worker   as it is
+    in processes    an MCP server process for each rollout, as verifiers starts it; only
+                    `--with-processes` rollouts, in the first round alone
     two turns       no tools, as many model calls: a user says what the tool would
     one turn        no tools, and half as many model calls
 
@@ -29,6 +29,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 ROOT = Path(__file__).parent.parent
 PLUGINS = [str(ROOT / "tests/v1"), str(Path(__file__).parent)]  # of verifiers.v1
@@ -136,21 +137,24 @@ def measure(url: str, tokenizer: Any, options: Any) -> dict[str, float]:
 
     with_tools = {"taskset": {"id": "glossary_like"}, "agent": {"harness": {"id": "null"}}}
     without = {"taskset": {"id": "tools"}, "id": "tools"}
-    tables: dict[str, tuple[dict[str, Any], bool, int, int]] = {
-        "in the worker": (with_tools, True, options.rollouts, options.rounds),
-        "in processes": (with_tools, False, options.with_processes, 0),
-        "two turns": (without | {"num_turns": 2}, True, options.rollouts, options.rounds),
-        "one turn": (without, True, options.rollouts, options.rounds),
+    tables: dict[str, tuple[dict[str, Any], int, int]] = {
+        "in the worker": (with_tools, options.rollouts, options.rounds),
+        "in processes": (with_tools, options.with_processes, 0),
+        "two turns": (without | {"num_turns": 2}, options.rollouts, options.rounds),
+        "one turn": (without, options.rollouts, options.rounds),
     }
     played = {}
-    for name, (table, tools_in_process, num_rollouts, rounds) in tables.items():
+    for name, (table, num_rollouts, rounds) in tables.items():
         if not num_rollouts:
             continue
         group = min(GROUP, num_rollouts)
+        has_processes = name == "in processes"
+        if has_processes:  # here, not in the workers
+            patch("verifiers_rl.envs.tools.runs_here", lambda toolset: False).start()
         args = RLConfig(
             output_dir=options.folder, use_cpu=True, max_seq_len=512, max_tokens=64,
-            batch_size=num_rollouts, rollouts_per_example=group, tools_in_process=tools_in_process,
-            max_concurrent=options.concurrent,
+            batch_size=num_rollouts, rollouts_per_example=group,
+            max_concurrent=options.concurrent, env_workers=0 if has_processes else "auto",
         )  # fmt: skip
         runner = make_runner(load_v1_environment(table), url, tokenizer, args)
         orchestrator = Orchestrator(runner, args, lambda: None)

@@ -2,14 +2,14 @@
 
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from huggingface_hub import ModelCard
 from huggingface_hub.utils import filter_repo_objects
 from peft import LoraConfig
 from safetensors.torch import load_file
@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.family_steps import loads_as_saved
-from tests.helpers import StubSink, StubSource, breaking, make_tiny_model, on, weights_of
+from tests.helpers import ROOT, StubSink, StubSource, breaking, make_tiny_model, on, weights_of
 from tests.test_rollouts import read as read_rollouts
 from verifiers_rl import RLTrainer, checkpoints
 from verifiers_rl.config import ConfigError
@@ -27,7 +27,6 @@ from verifiers_rl.report.run_folder import (
     RunFolderError,
     closing_lines,
     enter_run_folder,
-    is_our_card,
     metrics_file,
     newest_checkpoint,
     read_metrics,
@@ -491,11 +490,7 @@ def test_the_final_model_is_saved_as_a_plain_one_too(make_run, tmp_path, folder,
     assert max((given[name] - start[name]).abs().max() for name in start) > 1e-3
     assert AutoTokenizer.from_pretrained(folder / "merged").vocab_size
     assert model.config.architectures == ["Qwen3ForCausalLM"]
-    card = (folder / "README.md").read_text()
-    assert f"`{base}`" in card and "- 3 steps" in card and "- reward: " in card
-    data = ModelCard(card).data.to_dict()  # a local folder is no model of the hub
-    assert data["library_name"] == "peft" and "base_model" not in data
-    assert (folder / "merged" / "README.md").read_text() == card
+    assert not (folder / "README.md").exists()
     assert not list((folder / "_unfinished").glob("*"))
     # More steps without it: an old one would be served.
     make_run(base, max_steps=4, **options).train(resume_from_checkpoint=True)
@@ -520,52 +515,23 @@ def test_a_model_that_cannot_be_merged_is_an_error_at_the_start(make_run):
 # --- The hub --------------------------------------------------------------------------------------
 
 
-class StubHub:
-    """Takes the place of HfApi; what each upload has, by its path in the repository."""
-
-    uploads = []  # noqa: RUF012
-
-    def create_repo(self, name, **options):
-        return SimpleNamespace(repo_id=f"me/{Path(name).name}")
-
-    def upload_folder(self, *, folder_path, allow_patterns, ignore_patterns, **rest):
-        paths = [p.relative_to(folder_path) for p in Path(folder_path).rglob("*") if p.is_file()]
-        patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
-        names = filter_repo_objects(sorted(map(str, paths)), **patterns)
-        self.uploads.append((rest, list(names)))
-        return "the commit"
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.HfApi", StubHub)
-    # Trainer's own: a function from transformers 5.17 on, create_repo before.
-    import transformers.trainer as theirs
-
-    name = "hf_api" if hasattr(theirs, "hf_api") else "create_repo"
-    monkeypatch.setattr(theirs, name, StubHub if name == "hf_api" else StubHub().create_repo)
-    StubHub.uploads = []
-    return StubHub
-
-
-def test_the_hub_gets_the_model_and_its_card_and_no_rollouts(make_run, hub, tmp_path, folder):
+def test_what_the_docs_upload_is_the_model_and_no_rollouts(make_run, tmp_path, folder):
     make_tiny_model().save_pretrained(tmp_path / "base")
-    trainer = make_run(
-        str(tmp_path / "base"), use_lora=True, save_final="merged", push_to_hub=True,
-        hub_token="hf_secret", max_steps=2, save_steps=1, hub_revision="main",
-    )  # fmt: skip
-    (folder / "inference.log").write_text("prompts of people")
-    trainer.train()
-    assert (folder / "rollouts").is_dir() and (folder / "training_args.bin").is_file()
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    assert not [path for path in files if b"hf_secret" in path.read_bytes()]
-    ((rest, names),) = hub.uploads
-    assert (rest["repo_id"], rest["token"], rest["revision"]) == ("me/run", "hf_secret", "main")
-    model = {"adapter_config.json", "adapter_model.safetensors", "README.md", "tokenizer.json"}
-    merged = {f"merged/{name}" for name in ("model.safetensors", "config.json", "README.md")}
-    assert set(names) >= model | merged | {"metrics.jsonl"}
-    private = ("rollout", "run.json", "training_args", ".log", "checkpoint", "_unfinished")
-    assert not [name for name in names if any(part in name for part in private)]
-    assert is_our_card(folder / "README.md")
-    assert trainer.push_to_hub(commit_message="again", blocking=True) == "the commit"
-    assert hub.uploads[-1][1] == names and hub.uploads[-1][0]["commit_message"] == "again"
+    base, options = str(tmp_path / "base"), {"max_steps": 2, "save_steps": 1}
+    page = (ROOT / "docs" / "resume.md").read_text()
+    (command,) = re.findall(r"^hf upload NAME outputs/rl (.*)$", page, re.MULTILINE)
+    patterns = shlex.split(command)
+    assert set(patterns[::2]) == {"--include"}
+    for use_lora, model in ((True, "adapter_model.safetensors"), (False, "model.safetensors")):
+        run = make_run(base, use_lora=use_lora, overwrite_output_dir=True, **options)
+        run.train()
+        paths = [p.relative_to(folder) for p in folder.rglob("*") if p.is_file()]
+        names = set(filter_repo_objects(map(str, paths), allow_patterns=patterns[1::2]))
+        config = {"adapter_config.json"} if use_lora else {"config.json", "generation_config.json"}
+        tokenizer = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+        assert names == config | tokenizer | {model}
+    with pytest.raises(ConfigError, match=r"^push_to_hub: a run uploads nothing; upload its final"):
+        run.push_to_hub()
+    with pytest.raises(ConfigError, match=r"^push_to_hub: a run uploads nothing"):
+        args, own = run.args.set_push_to_hub("me/run", token="hf_secret"), run.processing_class
+        RLTrainer(base, None, args, own, orchestrator=StubSource(), weight_sync=StubSink())

@@ -342,7 +342,7 @@ def test_blocks_are_of_a_language_that_is_checked():
 COMMANDS = ("view", "generate", "replay", "report")  # of vf-rl
 # Programs of others; what they are given is theirs.
 OTHERS = {"cd", "cp", "docker", "export", "git", "nvidia-smi", "openssl", "source", "ssh", "uv"}
-OTHERS |= {"/opt/venv/bin/pip", "apt-get", "python3", "rm"}
+OTHERS |= {"/opt/venv/bin/pip", "apt-get", "hf", "python3", "rm"}
 
 
 def commands(page):

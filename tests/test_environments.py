@@ -47,10 +47,10 @@ def test_metrics_of_several_environments_are_kept_apart():
     assert alone["a/score"] == 0.5 and "a/reward" not in alone
 
 
-def test_a_runner_of_ones_own_is_run_as_it_is():
-    args, said, own = RLConfig(), [], StubRunner()
-    assert only_runner(make_runner(own, "http://unused", None, args, said.append)) is own
-    (line,) = said
+def test_a_runner_of_ones_own_is_run_as_it_is(capsys):
+    args, own = RLConfig(), StubRunner()
+    assert only_runner(make_runner(own, "http://unused", None, args)) is own
+    (line,) = capsys.readouterr().out.splitlines()
     assert "in a thread of the trainer" in line and "StubRunner has no method `recipe`" in line
     several = StubRunner()
     several.weights, several.sizes = [1.0, 3.0], lambda split: [2, 5]

@@ -551,7 +551,8 @@ def test_programs_and_tool_servers_do_not_get_the_trainers_secrets(play, monkeyp
 
     call = {"name": "variables", "arguments": "{}"}
     env = load("tool_tasks", agent={"runtime": {"type": "subprocess"}})
-    (rollout,), _ = play(lambda p: "done" if "<|tool|>" in p else call, env, tools_in_process=False)
+    monkeypatch.setattr("verifiers_rl.envs.tools.runs_here", lambda _: False)
+    (rollout,), _ = play(lambda p: "done" if "<|tool|>" in p else call, env)
     of_tool = rollout.completion.split("tool: ")[1].splitlines()[0].split()
     for seen in (of_tool, of_program):
         assert {"PATH", "TOKENIZERS_PARALLELISM", "KEYBOARD"} <= {*seen}

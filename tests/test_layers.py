@@ -173,7 +173,8 @@ def test_words_are_files_behind_an_at_sign_options_of_the_program_or_keys_in_any
     def parse(*words):
         parser = argparse.ArgumentParser(**PARSER)
         add_run_options(parser)
-        return parse_command_line(parser, list(words), checks_model=False)[1]
+        parser.set_defaults(dry_run=True)  # without a look at the model
+        return parse_command_line(parser, list(words))
 
     words = ["--resume", "--trainer.args.run_name=a b", "@", str(first), "--sampling.stop", "c d"]
     config = parse(*words, "e", f"@{second}")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from verifiers_rl.advantages import center_on_group_mean, of_rewards, set_advant
 from verifiers_rl.data import describe_error
 from verifiers_rl.envs.workers import WorkerError
 from verifiers_rl.process.terminal import print_all_characters
+from verifiers_rl.report.recording import describe_experiment
 from verifiers_rl.report.rollouts import RolloutWriter
 from verifiers_rl.report.run_folder import WritingError, read_run
 from verifiers_rl.report.trackers import name_wandb_project, print_rollouts
@@ -104,6 +106,16 @@ def test_every_rollout_of_a_run_is_written_with_what_became_of_it(make, tmp_path
     assert run.items() >= expected.items() and run["versions"]["torch"]
     assert run["args"]["max_steps"] == 4 and "loss" not in run["args"]
     assert run["begun_at"] <= run["ended_at"]
+
+
+def test_options_are_written_without_tokens_of_accounts(tmp_path):
+    @dataclass
+    class OwnConfig(RLConfig):
+        judge_token: str = ""
+
+    args = OwnConfig(output_dir=str(tmp_path), max_steps=7, judge_token="secret")
+    written = describe_experiment(args)["args"]
+    assert written["max_steps"] == 7 and "secret" not in str(written)
 
 
 def test_nothing_is_written_if_nothing_is_wanted(make, tmp_path, capsys):

@@ -6,13 +6,13 @@ from contextlib import nullcontext
 import pytest
 
 from verifiers_rl.report.run_folder import (
-    CARD_MARK,
     RunFolderError,
     clear_run_folder,
     closing_lines,
     newest_checkpoint,
     prepare_run_folder,
     write_manifest,
+    write_run,
 )
 
 
@@ -118,7 +118,8 @@ def test_overwriting_removes_the_run_and_nothing_else(tmp_path):
     kept = ("train.py", "rl.toml", "inference.log", "checkpoint-notes.md", "data.json")
     for name in (*ours, *kept):
         (folder / name).write_text("")
-    (folder / "README.md").write_text(f"{CARD_MARK}\n# rl\n")
+    (folder / "merged").mkdir()
+    write_run(folder, {"save_final": "merged"})
     clear_run_folder(folder)
     assert sorted(path.name for path in folder.iterdir()) == sorted(kept)
     assert (elsewhere / "adapter_model.safetensors").exists()
@@ -130,8 +131,10 @@ def test_overwriting_leaves_a_model_and_a_readme_that_no_run_wrote(tmp_path):
     names = ["README.md", "config.json", "model.safetensors"]
     for name in names:
         (tmp_path / name).write_text("mine")
+    (tmp_path / "merged").mkdir()
+    write_run(tmp_path, {"status": "failed"})  # before it saved its own
     clear_run_folder(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names, "merged"])
 
 
 def test_a_run_ends_with_its_rewards_and_its_model(tmp_path):

@@ -110,9 +110,10 @@ def test_only_tools_that_need_no_server_run_here(on_the_path):
 
 
 @pytest.mark.parametrize("in_process", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_tools_in_process_decides_whether_there_is_a_process(play, in_process):
+def test_a_tool_is_called_here_or_in_the_process_of_its_server(play, monkeypatch, in_process):
+    monkeypatch.setattr("verifiers_rl.envs.tools.runs_here", lambda _: in_process)
     say = calls(("double", '{"x": 4}'), ("process", "{}"))
-    (rollout,), requests = play(say, load("glossary_like"), tools_in_process=in_process)
+    (rollout,), requests = play(say, load("glossary_like"))
     doubled, process = tool_results(rollout)
     assert doubled == "8" and (process == str(os.getpid())) == in_process
     assert requests[0][0]["tools"][0]["function"]["name"] == "double"
@@ -134,5 +135,6 @@ def test_tools_may_be_defined_in_the_script_that_runs(play, monkeypatch):
     monkeypatch.setattr(Own, "__module__", "__main__")
     monkeypatch.setattr(sys.modules["__main__"], "Own", Own, raising=False)
     play(calls(("own_count", "{}")), load("many_tools"))
+    monkeypatch.setattr("verifiers_rl.envs.v1_loading.runs_here", lambda _: False)
     with pytest.raises(InvalidEnvironmentError, match="move Own into a file beside the script"):
-        play(env=load("many_tools"), tools_in_process=False)
+        play(env=load("many_tools"))

@@ -8,10 +8,6 @@ A killed run leaves at most `_unfinished`. The next start takes back from there 
 was just being replaced, and removes the rest. Beside what Trainer saves, a checkpoint has
 rl_state.json, the state of each part in `Checkpoints.kept`, and manifest.json, by which a resumed
 run finds out what is missing or was changed.
-
-The final model can be uploaded to the Hugging Face hub. Trainer uploads all of output_dir but its
-checkpoints. Here that folder also has every rollout, logs and the run's options. So only the final
-model, its card, its tokenizer and metrics.jsonl are uploaded.
 """
 
 from __future__ import annotations
@@ -23,49 +19,40 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
-from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer, TrainerCallback, set_seed
 
-from verifiers_rl.config import ConfigError, RLConfig
+from verifiers_rl.config import UPLOAD, ConfigError, RLConfig
 from verifiers_rl.distributed import HostGroup, reduce_over_ranks
 from verifiers_rl.process.disk import put_in_place, remove_folder, sync, sync_tree
 from verifiers_rl.process.interrupts import say
 from verifiers_rl.process.terminal import showing
 from verifiers_rl.report.metrics import StepWindow
 from verifiers_rl.report.run_folder import (
-    CARD,
-    CARD_MARK,
     MERGED,
     METRICS,
-    MODEL_FILES,
     RL_STATE,
     STATE,
     UNFINISHED,
     checkpoints_of,
     closing_lines,
-    is_hub_name,
-    is_our_card,
     newest_checkpoint,
+    read_run,
     rl_state_of,
-    summary,
     write_manifest,
+    write_run,
 )
 from verifiers_rl.sync.sources import check_adapter, gather_full, merged_sources, plain_name
 
 logger = logging.getLogger(__name__)
 
 SAVE_S = 1800.0  # deadline for the slowest rank to write its part of a checkpoint
-_OPTIONS = "training_args.bin"
-_UPLOADED = [*(name for name in MODEL_FILES if name != _OPTIONS), CARD, METRICS]
-_UPLOADED.append(f"{MERGED}/*")
-_IGNORED = ["_*", ".*", "checkpoint-*", _OPTIONS, f"*/{_OPTIONS}"]
 
 
 class Stateful(Protocol):
@@ -212,12 +199,13 @@ class Checkpoints(TrainerCallback):
             raise
 
     def save_final(self) -> None:
-        """Save the final model into output_dir, with its card, and print the closing lines of the
-        run. Every rank calls this.
+        """Save the final model into output_dir, note that in run.json, and print the closing lines
+        of the run. Every rank calls this.
         """
         trainer, args = self._trainer, self._trainer.args
 
         def place_files(folder: Path) -> None:
+            (folder / "README.md").unlink(missing_ok=True)  # PEFT's form, with nothing filled in
             # Without its configuration a model is none, so a part of one is not taken for it.
             for path in sorted(folder.iterdir(), key=lambda p: p.name.endswith("config.json")):
                 put_in_place(path, self._folder / path.name)
@@ -225,17 +213,15 @@ class Checkpoints(TrainerCallback):
 
         with self._complete("final", place_files) as folder:
             trainer.save_model(str(folder), _internal_call=True)
-        merged = self._folder / MERGED
+        was_merged = read_run(self._folder).get("save_final") == "merged"
         if args.save_final == "merged":
             with self._complete(MERGED) as folder:
                 model = trainer.accelerator.unwrap_model(trainer.model)
                 save_merged(model, trainer.processing_class, folder, writes=args.should_save)
-        elif args.should_save and is_our_card(merged / CARD):  # of fewer steps
-            remove_folder(merged, self._folder / UNFINISHED)
-        trainer.create_model_card()
+        elif args.should_save and was_merged:  # of fewer steps
+            remove_folder(self._folder / MERGED, self._folder / UNFINISHED)
         if trainer.is_world_process_zero():
-            if args.save_final == "merged":
-                shutil.copy(self._folder / CARD, merged / CARD)
+            write_run(self._folder, {"save_final": args.save_final})
             with showing("how the run ended"):
                 print("\n".join(closing_lines(self._folder)), flush=True)
 
@@ -359,7 +345,7 @@ def seed_step(args: Any, step: int) -> None:
     set_seed((args.seed + step) % 2**32)
 
 
-# --- The final model, plain and on the hub --------------------------------------------------------
+# --- The final model, plain -----------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -419,7 +405,7 @@ def _plain_model(base: Any) -> Any:
 
 
 class SavingTrainer(Trainer):
-    """A Trainer that saves through `Checkpoints`, and uploads only the final model."""
+    """A Trainer that saves through `Checkpoints`, and uploads nothing."""
 
     checkpoints: Checkpoints
     args: Any
@@ -427,76 +413,6 @@ class SavingTrainer(Trainer):
     def _get_output_dir(self, trial: Any) -> str:
         return self.checkpoints.run_dir or super()._get_output_dir(trial)
 
-    def _save(self, *args: Any, **kwargs: Any) -> None:
-        """Do as Trainer, whose training_args.bin would have the token of the hub."""
-        token, self.args.hub_token = self.args.hub_token, None
-        try:
-            super()._save(*args, **kwargs)
-        finally:
-            self.args.hub_token = token
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write README.md into output_dir: of what and how far the model was trained.
-
-        Trainer's own card says of every run that the dataset is unknown, and names a local folder
-        as a base model, which the hub refuses.
-        """
-        if not self.is_world_process_zero():
-            return
-        folder, model = Path(self.args.output_dir), cast(Any, self.model)
-        adapter = next(iter(getattr(model, "peft_config", {}).values()), None)
-        base = str(adapter.base_model_name_or_path if adapter else model.name_or_path)
-        lines = [
-            "---",
-            *([f"base_model: {base}"] if is_hub_name(base) else []),
-            f"library_name: {'peft' if adapter else 'transformers'}",
-            "pipeline_tag: text-generation",
-            f"tags: [{self.args.METHOD.replace(' ', '-')}, verifiers_rl]",
-            "---",
-            CARD_MARK,
-            f"# {self.args.run_name or folder.resolve().name}",
-            "",
-            f"{'An adapter of' if adapter else 'All weights of'} `{base}`, trained by "
-            f"{self.args.METHOD} with verifiers_rl {version('verifiers_rl')}.",
-            "",
-            f"- {self.state.global_step} steps with a batch size of {self.args.batch_size}",
-        ]
-        if (folder / METRICS).is_file():
-            lines += [f"- {line}" for line in summary(folder / METRICS).splitlines()]
-        (folder / CARD).write_text("\n".join([*lines, ""]), "utf-8", "replace")
-
-    def push_to_hub(
-        self,
-        commit_message: str | None = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Save the final model into output_dir and upload it. Every rank calls this.
-
-        Returns:
-            On rank 0 the commit, or a future of it if not `blocking`.
-        """
-        if self.hub_model_id is None:
-            self.init_hf_repo(token=token)
-        self.checkpoints.save_final()
-        if not self.is_world_process_zero():
-            return None
-        from huggingface_hub import HfApi
-
-        self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        api: Any = HfApi()
-        return api.upload_folder(
-            repo_id=self.hub_model_id,
-            folder_path=str(self.args.output_dir),
-            commit_message=commit_message,
-            token=token or self.args.hub_token,
-            revision=revision or self.args.hub_revision,
-            run_as_future=not blocking,
-            allow_patterns=_UPLOADED,
-            ignore_patterns=_IGNORED,
-        )
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Do nothing: the final model alone is uploaded."""
+    def init_hf_repo(self, token: str | None = None) -> None:
+        """Refuse what Trainer's `push_to_hub` begins with: it would upload the rollouts too."""
+        raise ConfigError(f"push_to_hub: {UPLOAD}")

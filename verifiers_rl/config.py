@@ -52,6 +52,7 @@ from verifiers_rl.option_rules import (
     one_of,
     problem_of,
 )
+from verifiers_rl.process.secret_names import without_secrets
 from verifiers_rl.types import LOAD_S, MAX_MASK
 
 DEFAULT_MASK = 256  # top_k where a sampling mask needs one
@@ -70,6 +71,7 @@ _T = TypeVar("_T")
 
 # --- Rules ----------------------------------------------------------------------------------------
 
+UPLOAD = "a run uploads nothing; upload its final model by `hf upload`, as docs/resume.md shows"
 # Options of TrainingArguments that this trainer cannot honour, and what to use.
 # Setting one is an error, not a no-op.
 _UNUSED_BASE_OPTIONS = {
@@ -123,7 +125,15 @@ _UNUSED_BASE_OPTIONS = {
     "average_tokens_across_devices": "the loss is always divided by the loss tokens of all ranks",
     "num_train_epochs": "set max_steps",
     **dict.fromkeys(
-        ("hub_strategy", "hub_always_push"), "the final model is uploaded, at the end of the run"
+        (
+            "push_to_hub",
+            "hub_model_id",
+            "hub_strategy",
+            "hub_token",
+            "hub_always_push",
+            "hub_revision",
+        ),
+        UPLOAD,
     ),
     "label_smoothing_factor": "the loss is loss_fn",
     "fp16": "set bf16",
@@ -269,7 +279,7 @@ class RLConfig(TrainingArguments):
     """
 
     # What differs in a config that extends this one, such as `SFTConfig`.
-    TRAINER, METHOD = "RLTrainer", "reinforcement learning"
+    TRAINER = "RLTrainer"
     BEST = "reward"  # the default of metric_for_best_model
     UNUSED, INHERITED_RULES, NAMED_LOSSES = _UNUSED_BASE_OPTIONS, _INHERITED_RULES, LOSSES
 
@@ -405,9 +415,6 @@ class RLConfig(TrainingArguments):
     for the trainer's. auto: one for each four cores, at most 8; an environment that cannot be made
     again in a worker runs in a thread of the trainer, and one line says why. 0 runs all
     environments in a thread of the trainer."""
-    tools_in_process: bool = True
-    """Call the Python tools of verifiers.v1 environments in the process that runs the environment.
-    False starts an MCP server process for each toolset, as verifiers does."""
     client_type: _ClientType = "openai_chat_completions_token"
     """What a turn sends to the server. openai_chat_completions_token: tokens, those so far and
     those of new messages; openai_chat_completions: messages, tokenised anew at each turn; renderer:
@@ -563,9 +570,9 @@ class RLConfig(TrainingArguments):
             value = getattr(self, name)
             is_ours = name in may_be_false and value is False
             if value != defaults[name] and not is_ours:
+                given = without_secrets(f"{name}={value!r}")
                 raise ConfigError(
-                    f"{name}={value!r} has no effect in {self.TRAINER}: {self.UNUSED[name]}. "
-                    "Remove it"
+                    f"{given} has no effect in {self.TRAINER}: {self.UNUSED[name]}. Remove it"
                 )
 
     def _check(self) -> None:

@@ -58,7 +58,6 @@ CHANGED: dict[str, Any] = {
     "resume_from_checkpoint": None,
     "eval_on_start": False,
     "report_to": "none",
-    "push_to_hub": False,
     "disable_tqdm": True,
     "accelerator_config": None,  # run.json has only its description
 }

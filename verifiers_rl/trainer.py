@@ -482,8 +482,7 @@ class RLTrainer(SavingTrainer):
             if is_best and self.is_world_process_zero():
                 self.weight_sync.policy_version = None  # the server has the last weights
             # First, because the server may be lost below.
-            self.push_to_hub() if self.args.push_to_hub else self.checkpoints.save_final()
-            broadcast_outcome({})  # the others wait for rank 0, which has uploaded the model
+            self.checkpoints.save_final()
             with suppress(Interrupted):  # the model is saved; `handled` raises it
                 self._on_rank_0(self.push_weights)
         return result

@@ -708,7 +708,6 @@ def words_of(config: TrainConfig, files: Sequence[str] = ()) -> list[str]:
 def parse_command_line(
     parser: argparse.ArgumentParser,
     argv: list[str],
-    checks_model: bool = True,
     kind: type[TrainConfig] = RunConfig,
 ) -> tuple[argparse.Namespace, Any]:
     """Return the program's own options, and the configuration of the files and the other keys.
@@ -730,7 +729,7 @@ def parse_command_line(
     options, rest = parser.parse_known_args(words)
     if not options.files:
         raise TomlError("no configuration: give one as `@ config.toml`")
-    checks_model = checks_model and not getattr(options, "dry_run", False)
+    checks_model = not getattr(options, "dry_run", False)
     config = load_run_config(options.files, overrides_of(rest), checks_model, kind)
     if start := getattr(options, "start", None):
         config.trainer.args[start] = True

@@ -221,7 +221,6 @@ def check(config: RunConfig) -> int:
             "max_off_policy_steps": 0,
             "logging_steps": 1,
             "report_to": "none",
-            "push_to_hub": False,
             "resume_from_checkpoint": None,
             "overwrite_output_dir": False,
         }

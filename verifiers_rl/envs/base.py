@@ -229,7 +229,6 @@ class RunnerOptions:
         name: prefix of its metrics.
         max_concurrent: rollouts at a time, for which files must be opened.
         num_eval_tasks: tasks of a stream that evaluations use.
-        tools_in_process: call Python tools of verifiers.v1 in the process of the environment.
         chat_template_kwargs: variables of the chat template, for measuring prompts. Those of a
             request are among its sampling options.
     """
@@ -244,7 +243,6 @@ class RunnerOptions:
     name: str = "env"
     max_concurrent: int = 512
     num_eval_tasks: int = 64
-    tools_in_process: bool = True
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -147,9 +147,8 @@ def make_runner(
     base_url: str,
     tokenizer: Any,
     args: Any,
-    report: Callable[[str], None] = print,
 ) -> Environments:
-    """Return the runner of one environment, or of a list of `WeightedEnv` that are mixed. Report
+    """Return the runner of one environment, or of a list of `WeightedEnv` that are mixed. Print
     who plays where.
 
     Args:
@@ -158,7 +157,6 @@ def make_runner(
         base_url: URL of the inference server, without /v1.
         tokenizer: the model's.
         args: the `RLConfig`.
-        report: called with the description of each environment that has one.
 
     Raises:
         InvalidEnvironmentError: an environment cannot be used for training, or its sampling_args
@@ -189,7 +187,6 @@ def make_runner(
             name=one.name,
             max_concurrent=args.max_concurrent,
             num_eval_tasks=args.eval_examples,
-            tools_in_process=args.tools_in_process,
             chat_template_kwargs=sampled.chat_template_kwargs,
         )
         runner = _runner(one, options)
@@ -209,9 +206,9 @@ def make_runner(
                     raise InvalidEnvironmentError(
                         f"{which}: env_workers={number}: {error}; or set env_workers=0"
                     ) from error
-                report(f"{which} runs in a thread of the trainer, which makes both slower: {error}")
+                print(f"{which} runs in a thread of the trainer, which makes both slower: {error}")
         if description := getattr(runner, "description", ""):
-            report(description)
+            print(description)
         sampling: dict[Split, dict[str, Any]] = {}
         if one.sampling_args:
             sampling = {"train": sampled.sampling_args(), "eval": sampled.eval_sampling_args()}

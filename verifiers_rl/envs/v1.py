@@ -123,11 +123,10 @@ class V1Environment:
             add_folders(folder)  # for tool servers, which import its module
         given = self._given
         self.env = with_local_chat(environment_of(given) if given is self.taskset else given)
-        in_process = self.options.tools_in_process and plays_in_our_chat_here(self.env)
-        self._has_tools_here = in_process
-        if in_process and self.taskset.toolsets(self.taskset.config):
+        self._is_our_chat = plays_in_our_chat_here(self.env)
+        if self._is_our_chat and self.taskset.toolsets(self.taskset.config):
             self.env.taskset = with_local_urls(self.env.taskset)
-        check_tool_servers(self.env, in_process)
+        check_tool_servers(self.env, self._is_our_chat)
         raise_open_files(FILES_OF_ROLLOUT * self.options.max_concurrent)
 
     # --- Tasks ------------------------------------------------------------------------------------
@@ -161,7 +160,7 @@ class V1Environment:
         """Yield the taskset's tasks, without those whose first prompt is too long."""
         limit, template = self.options.prompt_limit, self.options.chat_template_kwargs
         # Other harnesses may show the model less than the prompt.
-        has_limit = self.options.max_prompt_len is not None or plays_in_our_chat_here(self.env)
+        has_limit = self._is_our_chat or self.options.max_prompt_len is not None
         num_in_a_row = 0
         for task in taskset:
             prompt, is_longer = first_messages(task), False
@@ -288,7 +287,7 @@ class V1Environment:
 
     def slot_of(self, task: vf.Task) -> Any:
         """Return verifiers' plan of one episode of a task."""
-        (slot,) = self.env.slots(with_local_urls(task) if self._has_tools_here else task)
+        (slot,) = self.env.slots(with_local_urls(task) if self._is_our_chat else task)
         return slot
 
 

@@ -265,8 +265,8 @@ def check_tool_servers(env: vf.Env, has_tools_here: bool) -> None:
     if in_script := [type(t).__name__ for t in servers if type(t).__module__ == "__main__"]:
         raise InvalidEnvironmentError(
             f"the tools {in_script[0]} are defined in the script that runs, and are not called in "
-            "this process (tools_in_process). A tool server is a process of its own, which runs "
-            f"the module of its class; move {in_script[0]} into a file beside the script, which "
+            "this process. A tool server is a process of its own, which runs the module of its "
+            f"class; move {in_script[0]} into a file beside the script, which "
             f"ends in `if __name__ == '__main__': {in_script[0]}.run()`, and import it from there"
         )
 

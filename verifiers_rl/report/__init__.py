@@ -1,1 +1,1 @@
-"""What people see of a run: numbers, tables, curves, its folder and its model card."""
+"""What people see of a run: numbers, tables, curves, its folder."""

@@ -314,22 +314,22 @@ def model_flops(model: nn.Module, num_tokens: int, num_loss_tokens: int) -> int:
     """
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
     head = getattr(model, "get_output_embeddings", lambda: None)() or nn.Identity()
-    of_head = {id(p) for n, p in head.named_parameters() if "original_module." not in n}
-    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    looked_up = {id(p) for module in embeddings for p in module.parameters()} - of_head
+    embeddings = (m for m in model.modules() if isinstance(m, nn.Embedding))
     num_all = num_experts(config) or 1
-    num_used = getattr(config, "num_experts_per_tok", None)
-    num_used = num_used if isinstance(num_used, int) else num_all
+    num_used = getattr(config, "num_experts_per_tok", None) or num_all
+    # Of parameters, by id. PEFT's modules_to_save leaves the original module, unused, beside the
+    # trained copy; the original of a tied head is the embedding.
+    tokens = {id(p): 0 for module in embeddings for p in module.parameters()}
+    of_head = (id(p) for name, p in head.named_parameters() if "original_module." not in name)
+    tokens |= dict.fromkeys(of_head, num_loss_tokens)
     flops = 0
     for name, parameter in model.named_parameters():
-        # PEFT's modules_to_save leaves the original module, unused, beside the trained copy.
-        if id(parameter) in looked_up or ".original_module." in name:
-            continue
-        size = getattr(parameter, "ds_numel", parameter.numel())  # ds_numel: full size in ZeRO-3
-        if ".experts." in name:
-            size = size * num_used // num_all
-        tokens = num_loss_tokens if id(parameter) in of_head else num_tokens
-        flops += size * (6 if parameter.requires_grad else 4) * tokens
+        if ".original_module." not in name:
+            size = getattr(parameter, "ds_numel", parameter.numel())  # full size, in ZeRO-3
+            if ".experts." in name:
+                size = size * num_used // num_all
+            size *= 6 if parameter.requires_grad else 4
+            flops += size * tokens.get(id(parameter), num_tokens)
     return flops
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping
@@ -26,9 +25,6 @@ RESOLVED = "resolved.toml"
 ROLLOUTS = "rollouts"  # a folder of files, see rollouts.py
 _ROLLOUTS = f"{ROLLOUTS}/step-*.parquet"
 ADAPTER = "adapter_config.json"
-CARD = "README.md"
-# Marks a README.md that this library wrote. A README.md without it is somebody's own.
-CARD_MARK = "<!-- Written by verifiers_rl at the end of a run. -->"
 STATE = "trainer_state.json"  # in a checkpoint: Trainer's own
 RL_STATE = "rl_state.json"  # in a checkpoint: what our own parts need to continue
 # In a checkpoint, written last: size and SHA-256 of each other file.
@@ -43,7 +39,7 @@ _MODEL = (
     *("model*.safetensors", "pytorch_model*.bin"),
 )
 # The final model and the files beside it. A base model has the same files, so they are removed only
-# if our README.md says that a run saved this model.
+# if run.json says that the run saved its final model.
 MODEL_FILES = (
     *_MODEL,
     *("*.safetensors.index.json", "*.bin.index.json", "config.json", "generation_config.json"),
@@ -214,15 +210,13 @@ def _set_later_aside(checkpoint: Path) -> None:
 
 
 def clear_run_folder(output_dir: str | Path) -> None:
-    """Remove what a run wrote into its folder: its metrics, rollouts and checkpoints, its
-    final models and the README.md of each. Everything else stays, also a model that no run saved.
+    """Remove what a run wrote into its folder: its metrics, rollouts and checkpoints, and
+    its final models. Everything else stays, also a model that no run saved.
     """
     folder = Path(output_dir).expanduser()
     patterns = [RUN, METRICS, _ROLLOUTS, UNFINISHED, ABANDONED]
-    if is_our_card(folder / MERGED / CARD):
-        patterns.append(MERGED)
-    if is_our_card(folder / CARD):
-        patterns += [*MODEL_FILES, CARD]
+    if saved := read_run(folder).get("save_final"):
+        patterns += [*MODEL_FILES, *([MERGED] if saved == "merged" else [])]
     found = [path for pattern in patterns for path in folder.glob(pattern)]
     for path in [*found, *checkpoints_of(folder)]:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -240,17 +234,9 @@ def closing_lines(output_dir: str | Path) -> list[str]:
     for file, what in ((ADAPTER, "adapter"), ("config.json", "model")):
         if (folder / file).is_file():
             lines.append(f"{what}: {folder}")
-    if is_our_card(folder / MERGED / CARD):  # which a run without save_final="merged" removes
+    if read_run(folder).get("save_final") == "merged":
         lines.append(f"merged: {folder / MERGED}")
     return lines
-
-
-def is_hub_name(model: str) -> bool:
-    return re.fullmatch(r"[\w.-]+/[\w.-]+", model) is not None and not Path(model).exists()
-
-
-def is_our_card(path: Path) -> bool:
-    return path.is_file() and CARD_MARK in path.read_text("utf-8", "replace")
 
 
 # --- metrics.jsonl --------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ class SFTConfig(RLConfig):
         ConfigError: see `RLConfig`.
     """
 
-    TRAINER, METHOD, BEST = "SFTTrainer", "supervised finetuning", "loss"
+    TRAINER, BEST = "SFTTrainer", "loss"
     UNUSED, NAMED_LOSSES = _UNUSED, LOSSES
     INHERITED_RULES = RLConfig.INHERITED_RULES | {"metric_for_best_model": (_is_loss,)}
 

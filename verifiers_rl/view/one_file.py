@@ -17,12 +17,12 @@ import re
 import time
 import zlib
 from collections.abc import Iterator, Set
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+import verifiers_rl
 from verifiers_rl.json_text import as_json
 from verifiers_rl.view.browse import (
     complete,
@@ -61,9 +61,10 @@ def write_page(runs: Runs, target: Path, max_bytes: int) -> list[str]:
     room, page, parts = float(max_bytes), b"", []
     codes = [run.code() for run in found]
     different = {n for code in codes for n in code if len({one.get(n) for one in codes}) > 1}
+    about = {"made_at": time.time(), "version": verifiers_rl.__version__}
     for _ in range(_TRIES):
         more = [_describe(run, room / len(found), different) for run in found]
-        larger = make_page({"made_at": time.time(), "version": _version(), "runs": more})
+        larger = make_page({**about, "runs": more})
         spare = max_bytes - len(larger)
         if spare >= 0:
             page, parts = larger, more
@@ -289,10 +290,8 @@ def make_page(data: dict[str, Any]) -> bytes:
 
 
 def bundle(name: str) -> str:
-    """Return a module and all that it imports as one: those that others need come first.
-
-    Raises:
-        ValueError: a module imports or exports in another way than the page's own ones do.
+    """Return a module of the page and all that it imports as one: those that others need come
+    first. No two of them have a name in common.
     """
     texts: dict[str, str] = {}
 
@@ -304,34 +303,18 @@ def bundle(name: str) -> str:
             if needed not in texts:
                 add(needed)
         text = needs.sub("", text)
-        text = re.sub(r"^export (?=(async )?function|const|class)", "", text, flags=re.MULTILINE)
-        if wrong := re.search(r"^(import|export)\b.*", text, re.MULTILINE):
-            raise ValueError(f"{name}: {wrong[0]!r} cannot be put into one file")
         del texts[name]
-        texts[name] = text
+        texts[name] = re.sub(
+            r"^export (?=(async )?function|const|class)", "", text, flags=re.MULTILINE
+        )
 
     add(name)
-    whole = "".join(texts.values())
-    names = re.findall(r"^(?:async )?(?:function|const|let|class) (\w+)", whole, re.MULTILINE)
-    if len(names) > len({*names}):
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"more than one module has {', '.join(twice)}")
-    return whole
+    return "".join(texts.values())
 
 
 def _own(name: str) -> str:
-    text = (STATIC / name).read_text(encoding="utf-8")
-    if name != "index.html" and re.search("</(script|style)", text, re.IGNORECASE):
-        raise ValueError(f"{name} ends the element that it is put into")
-    return text
+    return (STATIC / name).read_text(encoding="utf-8")
 
 
 def _digest(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def _version() -> str:
-    try:
-        return version("verifiers-rl")
-    except PackageNotFoundError:
-        return "?"
