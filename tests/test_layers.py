@@ -174,7 +174,7 @@ def test_words_are_files_behind_an_at_sign_options_of_the_program_or_keys_in_any
         parser = argparse.ArgumentParser(**PARSER)
         add_run_options(parser)
         parser.set_defaults(dry_run=True)  # without a look at the model
-        return parse_command_line(parser, list(words))
+        return parse_command_line(parser, list(words))[1]
 
     words = ["--resume", "--trainer.args.run_name=a b", "@", str(first), "--sampling.stop", "c d"]
     config = parse(*words, "e", f"@{second}")
