@@ -42,7 +42,6 @@ from verifiers_rl.inference.client import (
 from verifiers_rl.inference.engine_calls import paused, updating
 from verifiers_rl.inference.gateway import Gateway
 from verifiers_rl.inference.generation import check_grammar, current_generation
-from verifiers_rl.inference.packed_tokens import pack_ids
 from verifiers_rl.inference.port import (
     RESERVED_VARIABLE,
     PortError,
@@ -130,7 +129,6 @@ def server_of(engine=None, **args):
     What reaches vLLM gets the status 404, but for completions.
     """
     app = Starlette(routes=[Route("/v1/completions", complete, methods=["POST"])])
-    app.routes.append(Route("/v1/chat/completions", complete, methods=["POST"]))
     app.add_middleware(Gateway)
     config = uvicorn.Config(app, log_level="warning", lifespan="off")
     app.state.server = server = uvicorn.Server(config)
@@ -166,9 +164,7 @@ async def complete(request):
     generation = current_generation.get()
     generation.num_completions += read.get("n", 1)
     spans = [SimpleNamespace(start=0, version="3"), SimpleNamespace(start=1, version="4")]
-    kept = SimpleNamespace(logprobs=[-1.0, -2.0], counts=[], allowed=[])
-    ended = {"token_ids": [7, 8], "logprobs": kept, "weight_versions": spans}
-    generation.end(SimpleNamespace(**ended))
+    generation.end(SimpleNamespace(weight_versions=spans))
     return JSONResponse({"read": read})
 
 
@@ -179,15 +175,6 @@ def test_a_reply_says_which_policies_sampled_it():
         assert reply.headers["x-policy-versions"] == "0:3,1:4"
         reply = answer_to(client, "POST", "/v1/completions", {"prompt": "a", "n": 2})
         assert "x-policy-versions" not in reply.headers  # which of them?
-
-
-def test_a_request_with_tokens_becomes_a_chat_without_them():
-    path, body = "/v1/chat/completions/tokens", {"tokens": pack_ids([1, 2]), "messages": []}
-    with server_of() as (client, _):
-        reply = answer_to(client, "POST", path, body).json()
-        assert reply["read"] == {"messages": [], "truncate_prompt_tokens": 1}
-        assert set(reply["packed_tokens"]) == {"token_ids", "logprobs"}
-        assert answer_to(client, "POST", path, []).status_code == 400
 
 
 def test_no_websocket_reaches_vllm():
@@ -267,7 +254,6 @@ def test_what_vllms_reload_loses_is_named_and_gpt_oss_loses_nothing():
     with pytest.raises(RuntimeError, match=r"vLLM's Other cannot take .*: \['sinks'\] would stay"):
         load(other)
     experts = ("a.mlp.experts.bias", torch.tensor([[5.0], [6.0]]))
-    assert [*in_reloadable_form(other, [experts], [])] == [experts]
     alone = [(name, tensor.tolist()) for name, tensor in in_reloadable_form(gpt_oss, [experts], [])]
     assert alone == [("a.mlp.experts.0.bias", [5]), ("a.mlp.experts.1.bias", [6])]
 
