@@ -174,14 +174,12 @@ def test_the_backend_is_one_that_works_between_these_gpus(
 
 
 class StubNccl:
-    """A transport that carries nothing, and fails if it is told to, or once the server replies."""
+    """A transport that carries nothing, and fails with its error, or once the server replies."""
 
-    way = "NCCL"
+    way, error, is_abandoned = "NCCL", None, False
 
-    def __init__(self, rank, world_size, device, timeout_s, is_given_up, make_group=None):
-        self.group = make_group
-        self.ranks, self.error, self.is_abandoned = (rank, world_size), None, False
-        self.waits_for_reply, self.has_reply = False, is_given_up
+    def __init__(self, *ranks, is_given_up, make_group):
+        self.has_reply = is_given_up
 
     def unique_id(self):
         return bytes(range(128))
@@ -189,8 +187,7 @@ class StubNccl:
     def wait_until_connected(self): ...
 
     def send(self, buffer):
-        if self.waits_for_reply:
-            assert self.has_reply()
+        if self.has_reply():
             raise GivenUpError("the server has replied")
         if self.error is not None:
             raise self.error
@@ -239,36 +236,31 @@ def test_what_fails_on_our_side_is_told_as_it_is_and_ends_the_request(monkeypatc
     assert sync.connection is not None
 
 
-OF_SERVER = InferenceServerError("500: RuntimeError: out of memory")
+REFUSED = InferenceServerError("500: RuntimeError: out of memory")
 
 
 @pytest.mark.parametrize(
-    "says, fails, message",
+    "says, message",
     [
-        (OF_SERVER, False, "^500: RuntimeError: out of memory"),
-        (ServerLostError("no answer"), True, "over NCCL .* NCCL failed: a worker left; no answer$"),
-        (None, True, "over NCCL .* NCCL failed: a worker left$"),
+        (REFUSED, "^500: RuntimeError: out of memory"),
+        (ServerLostError("no answer"), "over NCCL .* NCCL failed: a worker left; no answer$"),
     ],
 )
 def test_over_nccl_the_servers_error_says_why_and_ends_our_part(
-    monkeypatch, over_nccl, says, fails, message
+    monkeypatch, over_nccl, says, message
 ):
+    def answer(request, timeout_s):
+        raise says
+
     sync, model = over_nccl
     transport = sync._nccl
     sync._hold.has_reply = lambda: False
-
-    def answer(request, timeout_s=None, stays_open=False):
-        assert timeout_s == weight_sync.LAST_WORD_S
-        if says is not None:
-            raise says
-
     monkeypatch.setattr(StubRequest, "answer", answer)
-    monkeypatch.setattr(StubRequest, "has_reply", lambda request: True)
-    transport.error = nccl.NcclError("NCCL failed: a worker left") if fails else None
-    transport.waits_for_reply = not fails
+    monkeypatch.setattr(StubRequest, "has_reply", lambda request: says is REFUSED)
+    transport.error = nccl.NcclError("NCCL failed: a worker left")
     with pytest.raises(InferenceServerError, match=message) as caught:
         push_to(sync, model, 0)
-    assert isinstance(caught.value, ServerLostError) == (says is not OF_SERVER)
+    assert isinstance(caught.value, ServerLostError) == (says is not REFUSED)
     assert transport.is_abandoned
 
 
