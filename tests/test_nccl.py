@@ -125,23 +125,6 @@ def test_connecting_has_a_deadline_though_nccls_own_call_blocks(make_groups, blo
         group.freed.set()
 
 
-def test_a_group_that_is_made_after_all_were_given_up_is_aborted(make_groups, monkeypatch):
-    groups, late = make_groups(), threading.Event()
-    make = nccl.make_nccl_group
-
-    def make_late(*args):
-        group = make(*args)
-        late.wait(30)
-        return group
-
-    monkeypatch.setattr(nccl, "make_nccl_group", make_late)
-    with ranks(timeout_s=0.3) as (made, errors, _):
-        assert not made and len(errors) == 2
-        late.set()
-        wait_until(lambda: all(group.num_aborts for group in groups.values()))
-        assert not any(group.num_messages for group in groups.values())
-
-
 def test_an_id_that_nccl_does_not_draw_ends_at_the_deadline_or_with_its_error(monkeypatch):
     def fail(*_):
         raise ValueError("no GPU")

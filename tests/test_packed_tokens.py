@@ -97,14 +97,3 @@ def test_only_tokens_of_a_known_policy_have_versions(spans, versions):
     generation = Generation()
     generation.end(ended(*spans))
     assert generation.versions == versions
-
-
-def test_the_tokens_take_the_place_of_the_messages_and_the_reply_fits_behind_them():
-    for wanted, fitting in ((None, 3), (2, 2), (9, 3)):
-        sampling = SimpleNamespace(max_tokens=wanted)
-        prompt = {"type": "token", "prompt_token_ids": [9], "prompt": "text", "cache_salt": "s"}
-        fitted = make_request().fit(prompt, sampling)
-        assert fitted == {"type": "token", "prompt_token_ids": [1, 2], "cache_salt": "s"}
-        assert vars(sampling) == {"max_tokens": fitting, "logprobs": 0, "flat_logprobs": True}
-    with pytest.raises(ValueError, match="a prompt with images or audio"):
-        make_request().fit({"type": "multimodal"}, sampling)

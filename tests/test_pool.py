@@ -201,39 +201,29 @@ def test_a_server_is_compared_before_and_after_a_step_and_whenever_it_connects_a
     assert versions(3) == [7, 8] and server.held == ["this one"]
 
 
-@pytest.mark.parametrize("pushes_before", [0, 1, 2])
-def test_a_server_that_begins_goes_on_or_comes_back_with_another_model_is_refused(
-    make_pool, pushes_before
-):
+@pytest.mark.parametrize("pushes_before", [0, 1])
+def test_a_server_that_begins_or_goes_on_with_another_model_is_refused(make_pool, pushes_before):
     wrong = {}
     pool, servers = make_pool(1 if pushes_before else 2, wrong=wrong)
     pool.wait_until_ready()
     for version in range(pushes_before):
         push(pool, version)
     wrong[servers[0]] = InferenceServerError("it samples from a different model")
-    if pushes_before == 2:
-        servers[0].die()
-        servers[0].is_up = True
-        pool.wait_for_server()
     with pytest.raises(InferenceServerError, match="a different model"):
         push(pool, pushes_before)
 
 
 def test_servers_that_can_sleep_do_so_between_pushes(make_pool, monkeypatch):
     emptied = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(len(servers[0].calls)))
-    pool, servers = make_pool(2)
-    servers[0].sleeps = servers[1].sleeps = True
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(len(server.calls)))
+    pool, (server,) = make_pool(1)
+    server.sleeps = True
     pool.wait_until_ready()
-    assert pool.sleeps
     for version in range(2):
         push(pool, version)
         pool.sleep()
-    assert servers[0].calls == servers[1].calls == 2 * ["push", "sleep"]
-    assert emptied == [0, 2]  # first the trainer's memory goes, then the servers take theirs
-    servers[0].die()
-    pool.sleep()  # one that is lost meanwhile costs itself only
-    assert states(pool) == ["lost", "serving"]
+    assert pool.sleeps and server.calls == 2 * ["push", "sleep"]
+    assert emptied == [0, 2]  # first the trainer's memory goes, then the server takes its own
 
 
 def test_if_all_servers_are_lost_the_trainer_waits_for_one(make_pool):
@@ -241,6 +231,7 @@ def test_if_all_servers_are_lost_the_trainer_waits_for_one(make_pool):
     lost = []
     pool.on_lost = lost.append
     pool.wait_until_ready()
+    assert pool.lora_sync == "merged"  # "auto", of a server in float32 without --enable-lora
     push(pool, 0)
     for server in servers:
         server.die()
