@@ -89,17 +89,9 @@ def test_logprobs_that_are_nan_are_another_model(tokenizer):
         compare(tokenizer, model, dtype="bfloat16")
 
 
-def test_a_tokenizer_without_letters_has_a_prompt_too():
-    class Digits:
-        all_special_ids = (0,)
-
-        def __len__(self):
-            return 11
-
-        def __call__(self, text, add_special_tokens):
-            return {"input_ids": [int(letter) + 1 for letter in text if letter.isdigit()]}
-
-    assert prompt_of(Digits()) == [1, 2, 3, 4]
+def test_a_tokenizer_without_the_prompts_letters_has_a_prompt_too(tokenizer, monkeypatch):
+    monkeypatch.setattr("verifiers_rl.sync.agreement.PROMPT", "")
+    assert prompt_of(tokenizer) == [0, 1, 2, 3]
 
 
 IDS = [3, 14, 15, 92, 65, 35]

@@ -55,12 +55,6 @@ class Outcomes:
         return asyncio.run(with_client(self.answer, ask, timeout_s))
 
 
-@pytest.fixture(autouse=True)
-def short_sleeps(monkeypatch):
-    sleep = asyncio.sleep
-    monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(seconds / 50))
-
-
 def test_a_connection_for_rollouts_is_kept_alive_and_found_dead_by_tcp():
     async def use(client):
         make = client._session.connector._socket_factory
@@ -71,10 +65,7 @@ def test_a_connection_for_rollouts_is_kept_alive_and_found_dead_by_tcp():
     asyncio.run(with_client(Outcomes(200).answer, use))
 
 
-@pytest.mark.parametrize(
-    "outcomes",
-    [("lost", 200), (500, 200), (429, 502, 503, 200)],
-)
+@pytest.mark.parametrize("outcomes", [("lost", 200), (500, 200), (429, 502, 200), (503, 200)])
 def test_a_lost_connection_an_error_or_a_busy_server_is_tried_again(monkeypatch, outcomes):
     monkeypatch.delenv(TOKEN_VARIABLE)
     monkeypatch.setenv("VLLM_API_KEY", "secret")

@@ -44,35 +44,27 @@ def syncs_to(servers, bucket_bytes=2**14):
 
 
 def has_weights_of(server, model):
-    wanted = dict(model.named_parameters())
-    got = server.weights
+    wanted, got = dict(model.named_parameters()), server.weights
     return got.keys() == wanted.keys() and all(torch.equal(got[n], p) for n, p in wanted.items())
 
 
-@pytest.fixture
-def times_made(monkeypatch):
-    """How often each tensor was gathered."""
-    made = Counter()
+@pytest.mark.parametrize("fault", ["", "dies", "hangs"])
+def test_each_tensor_is_gathered_once_and_a_server_with_a_fault_costs_itself_only(
+    monkeypatch, fault
+):
+    times_made = Counter()
 
     def counting(model, lora_sync):
-        sources, adapter = what_to_send(model, lora_sync)
-
         def make(name, source):
-            made[name] += 1
+            times_made[name] += 1
             return source.make()
 
+        sources, adapter = what_to_send(model, lora_sync)
         for name, source in sources.items():
             sources[name] = source._replace(make=partial(make, name, source))
         return sources, adapter
 
     monkeypatch.setattr(weight_sync, "what_to_send", counting)
-    return made
-
-
-@pytest.mark.parametrize("fault", ["", "dies", "hangs"])
-def test_each_tensor_is_gathered_once_and_a_server_with_a_fault_costs_itself_only(
-    times_made, fault
-):
     model, servers = make_tiny_model(), [StubServer(n) for n in range(3)]
     syncs = syncs_to(servers)
     if fault:
@@ -177,7 +169,6 @@ def test_a_server_that_started_anew_is_lost_and_one_of_another_trainer_no_reason
     with pytest.raises(InferenceServerError, match=message) as caught:
         pool.check_server()
     assert isinstance(caught.value, ServerLostError) == (connection is None)
-    wait_until(lambda: states(pool) == ["found"])
 
 
 def test_a_server_is_compared_before_and_after_a_step_and_whenever_it_connects_anew(make_pool):
@@ -279,13 +270,9 @@ def test_a_server_that_joins_is_used_from_the_next_push_on(make_pool, monkeypatc
     assert push(pool, 1) == 2 and has_weights_of(new, MODEL)
 
 
-def test_servers_that_never_come_are_an_error_and_one_is_a_warning(make_pool, caplog):
-    pool, servers = make_pool(2, timeout_s=0.3)
-    servers[0].is_up = False
-    pool.wait_until_ready()
-    assert "no server at http://127.0.0.1:0 after 0.3 s" in caplog.text
-    pool, servers = make_pool(1, timeout_s=0.3)
-    servers[0].is_up = False
+def test_servers_that_never_come_are_an_error(make_pool):
+    pool, (server,) = make_pool(1, timeout_s=0.3)
+    server.is_up = False
     with pytest.raises(InferenceServerError, match=r"no server at .*vf-vllm.*--port 0.*_port"):
         pool.wait_until_ready()
 
@@ -366,8 +353,6 @@ class Routing:
         self.lost, self.on_lost = [], None
 
     def take(self, policy_version):
-        if not self.running:
-            raise ServerLostError("no server")
         url = min(self.running, key=lambda one: (one in self.lost, self.running[one]))
         self.running[url] += 1
         return url
@@ -440,16 +425,6 @@ def roll_out(tokenizer, tmp_path, servers, env_workers=0, env=None, during=nothi
     return asyncio.run(asyncio.wait_for(main(), 100))
 
 
-def test_all_turns_of_a_rollout_go_to_one_server_and_rollouts_are_spread(tokenizer, tmp_path):
-    servers = [Fault(tokenizer, lambda n: None) for _ in range(2)]
-    group, router = roll_out(tokenizer, tmp_path, servers)
-    assert [(rollout.error, rollout.num_moves) for rollout in group] == [(None, 0)] * 4
-    for server in servers:
-        lengths = Counter(len(body["tokens"]) for body, _ in server.requests)
-        assert [*lengths.values()] == [2] * group[0].num_turns  # each turn of two rollouts
-    assert [*router.running.values()] == [0, 0]  # all are given back
-
-
 @pytest.mark.parametrize(
     "trouble, env_workers, in_program",
     [
@@ -481,21 +456,8 @@ def test_rollouts_of_a_lost_server_begin_again_at_another_one(
             assert {*sample.policy_versions.tolist()} == {-1, 9}
     assert set(router.lost) == {next(iter(router.running))}
     assert [*router.running.values()] == [0, 0]
-    assert len(good.requests) == 4 * group[0].num_turns  # whole rollouts
-
-
-def test_no_server_at_the_beginning_of_a_rollout_is_a_lost_server():
-    router = Routing([])
-
-    async def main():
-        request = make_request(places=Places(1, router))
-        with pytest.raises(ServerLostError):
-            await request.play(0, nothing)
-        router.running["a"] = 0
-        async with asyncio.timeout(1), request.begin(0) as session:
-            assert session.url == "a"  # the place was given back
-
-    asyncio.run(main())
+    # Two rollouts began here, and two came: all turns of a rollout are at one server.
+    assert len(good.requests) == 4 * group[0].num_turns
 
 
 # --- Options --------------------------------------------------------------------------------------

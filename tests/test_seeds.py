@@ -1,14 +1,12 @@
 """Seeds of requests follow from the run's seed and the rollout's place, and from nothing else."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from tests.helpers import StubRunner, make_tiny_model, stub_servers
 from verifiers_rl import RLConfig
 from verifiers_rl.inference import RolloutSession, derive_seed
 from verifiers_rl.inference.client import InferenceServerError
-from verifiers_rl.wiring import check_options, make_pool
+from verifiers_rl.wiring import make_pool
 
 
 class Recorder(StubRunner):
@@ -40,7 +38,6 @@ def test_each_group_of_a_run_has_a_seed_of_its_own_whatever_ran_before(make_orch
     own = {"deterministic": True, "seed": 42}
     seeds, every = seeds_of(0, 1, 1, 2, **own)  # one step twice, as after a lost server
     assert len({*every}) == len(every) == 4 * 4 + 2
-    assert all(0 <= seed < 2**63 for seed in every)
     resumed, _ = seeds_of(2, **own)
     assert resumed == {place: seeds[place] for place in resumed}
     assert not {*every} & {*seeds_of(0, deterministic=True, seed=43)[1]}
@@ -54,32 +51,26 @@ def test_a_rollout_sends_its_seeds_unless_the_request_has_its_own():
     assert RolloutSession(0).with_seed({}) == {}
 
 
-def test_a_server_that_lacks_what_options_need_is_refused(caplog):
-    exact = {"takes_seeds": True, "batch_invariant": True, "max_model_len": 64}
-    exact["returns_experts"] = True
-    args = SimpleNamespace(router_replay=True, deterministic=True, max_seq_len=64)
-    check_options("http://s", exact, args)
+def test_a_server_that_lacks_what_options_need_is_refused(monkeypatch, caplog):
+    exact = {"takes_seeds": True, "batch_invariant": True, "returns_experts": True}
+    exact["max_model_len"] = 64
+    args = RLConfig(
+        use_cpu=True, deterministic=True, router_replay=True, max_seq_len=64,
+        vllm_servers=["gpu:1", "cpu:2"],
+    )  # fmt: skip
+
+    def begin(**lacking):
+        stub_servers(monkeypatch, **exact | lacking)
+        make_pool(make_tiny_model(), None, args).wait_until_ready()
+
+    begin()
     assert not caplog.messages
-    check_options("http://s", {**exact, "batch_invariant": False}, args)
+    begin(batch_invariant=False)
     assert "VLLM_BATCH_INVARIANT=1" in caplog.text
     for lacking, problem in (
         ({"takes_seeds": False}, "--no-enable-chunked-prefill"),
         ({"returns_experts": False}, "router_replay=True: .* --enable-return-routed-experts"),
-        ({"max_model_len": 63}, "max_seq_len=64: .* max_model_len=63"),
+        ({"max_model_len": 63}, "max_seq_len=64: .*http://gpu:1 has max_model_len=63"),
     ):
         with pytest.raises(InferenceServerError, match=problem):
-            check_options("http://s", {**exact, **lacking}, args)
-
-
-def test_each_server_of_several_is_asked_and_named(monkeypatch):
-    servers = stub_servers(monkeypatch, takes_seeds=False)
-    args = RLConfig(
-        use_cpu=True, deterministic=True, vllm_server_timeout=0.1,
-        vllm_servers=["gpu:1", "cpu:2"],
-    )  # fmt: skip
-    pool = make_pool(make_tiny_model(), None, args)
-    servers[0].is_up = False
-    with pytest.raises(InferenceServerError, match="the server at http://cpu:2 runs on a CPU"):
-        pool.wait_until_ready()
-    args.deterministic = False
-    pool.wait_until_ready()
+            begin(**lacking)
