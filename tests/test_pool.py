@@ -36,6 +36,8 @@ from verifiers_rl.sync.sources import Source, what_to_send
 from verifiers_rl.sync.weight_sync import WeightSync, push_to_all
 from verifiers_rl.types import Rollout
 
+MODEL = make_tiny_model()
+
 # --- Pushes ---------------------------------------------------------------------------------------
 
 
@@ -43,8 +45,8 @@ def syncs_to(servers, bucket_bytes=2**14):
     return [WeightSync(server, timeout_s=30, bucket_bytes=bucket_bytes) for server in servers]
 
 
-def has_weights_of(server, model):
-    wanted, got = dict(model.named_parameters()), server.weights
+def has_weights(server):
+    wanted, got = dict(MODEL.named_parameters()), server.weights
     return got.keys() == wanted.keys() and all(torch.equal(got[n], p) for n, p in wanted.items())
 
 
@@ -65,18 +67,18 @@ def test_each_tensor_is_gathered_once_and_a_server_with_a_fault_costs_itself_onl
         return sources, adapter
 
     monkeypatch.setattr(weight_sync, "what_to_send", counting)
-    model, servers = make_tiny_model(), [StubServer(n) for n in range(3)]
+    servers = [StubServer(n) for n in range(3)]
     syncs = syncs_to(servers)
     if fault:
         hangs = fault == "hangs"
         servers[1].on_write = lambda given_up: given_up.wait(30) if hangs else servers[1].die()
-    errors = push_to_all(syncs, model, 7, stall_s=0.5)
+    errors = push_to_all(syncs, MODEL, 7, stall_s=0.5)
     assert set(times_made.values()) == {1} and len(times_made) > 10
     assert ("did not end in time" in str(errors[1])) == (fault == "hangs")
     for number, (server, sync, error) in enumerate(zip(servers, syncs, errors, strict=True)):
         is_lost = bool(fault) and number == 1
         assert isinstance(error, ServerLostError) == (sync.connection is None) == is_lost
-        assert is_lost or (server.policy_version == 7 and has_weights_of(server, model))
+        assert is_lost or (server.policy_version == 7 and has_weights(server))
 
 
 def sends_sigterm_soon():
@@ -90,7 +92,7 @@ def test_a_signal_ends_a_push_to_servers_that_hang():
         server.on_write = lambda given_up: told.append(given_up) or given_up.wait(30)
     with pytest.raises(Interrupted), Interrupts().handled(None, says=False):
         sends_sigterm_soon()
-        push_to_all(syncs, make_tiny_model(), 7)
+        push_to_all(syncs, MODEL, 7)
     assert all(sync.connection is None for sync in syncs)
     assert len(told) == 2 and all(given_up.is_set() for given_up in told)
 
@@ -104,7 +106,7 @@ def test_a_push_keeps_two_buckets_in_memory_however_slow_a_server_is(monkeypatch
     servers[0].on_write = lambda given_up: slow.acquire()
     syncs = syncs_to(servers, bucket_bytes=40)
     with ThreadPoolExecutor(1) as thread:
-        pushing = thread.submit(push_to_all, syncs, torch.nn.Linear(1, 1), 7)
+        pushing = thread.submit(push_to_all, syncs, MODEL, 7)
         wait_until(lambda: len(made) == 2)  # one is sent, and one waits for that
         time.sleep(0.2)
         num_made = len(made)
@@ -138,9 +140,6 @@ def make_pool(monkeypatch):
     for pool in made:
         pool.close()
     assert not [t for t in threading.enumerate() if t.name == "replica"]
-
-
-MODEL = make_tiny_model()
 
 
 def push(pool, version):
@@ -237,7 +236,7 @@ def test_if_all_servers_are_lost_the_trainer_waits_for_one(make_pool):
     servers[0].is_up = True
     wait_until(lambda: states(pool) == ["found", "serving"])
     assert pool.take(1) == servers[1].base_url  # until the next push
-    assert push(pool, 2) == 2 and has_weights_of(servers[0], MODEL)
+    assert push(pool, 2) == 2 and has_weights(servers[0])
 
 
 def test_a_signal_ends_the_wait_for_servers_that_are_all_lost(make_pool):
@@ -267,7 +266,7 @@ def test_a_server_that_joins_is_used_from_the_next_push_on(make_pool, monkeypatc
     monkeypatch.setattr(pool_module, "InferenceClient", lambda host, port: new)
     servers[0].joined = [("127.0.0.1", 7)]
     wait_until(lambda: states(pool) == ["serving", "found"])
-    assert push(pool, 1) == 2 and has_weights_of(new, MODEL)
+    assert push(pool, 1) == 2 and has_weights(new)
 
 
 def test_servers_that_never_come_are_an_error(make_pool):
