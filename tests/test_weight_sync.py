@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from pydantic import ValidationError
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from tests.helpers import (
     StubRequest,
@@ -259,6 +259,20 @@ def served():
     config = make_tiny_model().config
     config.architectures = ["Qwen3ForCausalLM"]
     return trained_model(config)
+
+
+def test_a_model_that_fsdp_split_travels_under_the_names_of_its_own_class():
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64}
+    config = GPTNeoXConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
+    model = GPTNeoXForCausalLM(config)
+    expected = [*what_to_send(model, "adapter")[0]]
+    assert "embed_out.weight" in expected  # lm_head.weight in transformers
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        assert [*what_to_send(model, "adapter")[0]] == expected
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_push_begun_again_makes_its_parts_anew():
