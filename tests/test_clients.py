@@ -81,7 +81,6 @@ def test_a_lost_connection_an_error_or_a_busy_server_is_tried_again(monkeypatch,
     "outcome, timeout_s, error, num_tries",
     [
         ("lost", 10, openai.APIConnectionError, 2),
-        ("silent", 0.2, openai.APITimeoutError, 1),
         (404, 10, openai.NotFoundError, 1),
         (500, 10, openai.InternalServerError, 2),
         (503, 0.6, openai.APIStatusError, None),

@@ -276,13 +276,6 @@ def test_a_server_of_another_model_or_dtype_that_comes_later_is_left_out(make_po
     wait_until(lambda: "cannot be used: the server at http://127.0.0.1:1 has {" in caplog.text)
 
 
-def test_servers_of_different_dtypes_are_refused_at_the_start(make_pool):
-    pool, servers = make_pool(2)
-    servers[1].dtype = "bfloat16"
-    with pytest.raises(InferenceServerError, match=r":1 has .*bfloat16.* --dtype"):
-        pool.wait_until_ready()
-
-
 def test_a_new_rollout_goes_where_the_fewest_run_among_those_with_its_version(make_pool):
     pool, _ = make_pool(4)
     replicas = pool.replicas
