@@ -22,11 +22,9 @@ async def started(handler):
     await runner.cleanup()
 
 
-async def outcome(post, path, body):
+async def outcome(post, body):
     try:
-        return await post(path, body)
-    except web.HTTPNotFound:  # an HTTP server makes a reply of it
-        return "404: 404: Not Found"
+        return await post(CHAT, body)
     except RefusedError as refused:
         return str(refused)
 
