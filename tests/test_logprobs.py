@@ -6,7 +6,6 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from torch._dynamo.testing import CompileCounter
 from torch._inductor.exc import InductorError
 from torch.testing import assert_close
 
@@ -125,19 +124,6 @@ def test_a_chunk_of_logits_takes_256_mb_and_on_a_gpu_1_gb():
     assert chunk_size_for(10**9, "cpu") == 1
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # as above
-def test_the_function_is_compiled_once_for_any_number_of_tokens(monkeypatch):
-    counter = CompileCounter()
-    function = torch.compile(plain_logprobs_and_entropy, backend=counter)
-    monkeypatch.setattr(logprobs_module, "COMPILED_ON", ("cpu",))
-    monkeypatch.setattr(logprobs_module, "compiled", lambda: function)
-    head = nn.Linear(6, 11)
-    for num_tokens in (20, 9, 15):  # chunks of 7, 6, 5, 4, and all but the last once more
-        hidden, targets = torch.randn(num_tokens, 6), torch.randint(11, (num_tokens,))
-        chunked_logprobs_and_entropy(hidden, head, targets, 1.0, 7)[0].sum().backward()
-    assert counter.frame_count == 1
-
-
 SMALL = {
     "vocab_size": 64,
     "hidden_size": 16,
@@ -228,11 +214,12 @@ def relative_error(given, expected):
 def test_a_head_in_float32_is_exact_where_the_model_is_bfloat16(name, is_trained, weights):
     model = ARCHITECTURES[name]().to(weights)
     head = model.get_output_embeddings().requires_grad_(is_trained)
-    hidden, targets = torch.randn(40, 16).bfloat16(), torch.randint(64, (40,))
+    number, chunk_size = (200, 1) if weights == torch.bfloat16 else (40, 7)
+    hidden, targets = torch.randn(number, 16).bfloat16(), torch.randint(64, (number,))
     with torch.no_grad():
         head.weight.mul_(20)  # logits of usual size
     rounded, exact = (
-        head_results(model, hidden, targets, 7, dtype, weights == torch.float32)
+        head_results(model, hidden, targets, chunk_size, dtype, weights == torch.float32)
         for dtype in (None, torch.float32)
     )
     expected = head_results(model.double(), hidden.double(), targets)
@@ -241,11 +228,12 @@ def test_a_head_in_float32_is_exact_where_the_model_is_bfloat16(name, is_trained
     largest = (hidden.double().abs() @ head.weight.abs().T).amax(-1)
     assert (rounded[0] - expected[0]).abs().le(2 * 5 * 2**-8 * largest / 0.7).all()
     assert relative_error(exact[0], expected[0]) < 1e-6
-    # Gradients are rounded once at the end, to the dtype of what they belong to.
+    # Gradients are rounded once at the end, to the dtype of what they belong to: that of the head
+    # is summed over its chunks in float32.
     assert relative_error(rounded[2], expected[2]) < 0.1
     assert relative_error(exact[2], expected[2]) < 4e-3
     if is_trained:
-        tolerance = 1e-6 if weights == torch.float32 else 4e-3
+        tolerance = 1e-6 if weights == torch.float32 else 2e-3  # 2^-9
         assert relative_error(exact[3], expected[3]) < tolerance
 
 
@@ -269,22 +257,3 @@ def test_samples_share_rows_with_attention_of_all_kinds(name, attention):
     except InductorError as error:
         # It takes a compiler; with the masks of transformers 5.23, torch 2.13 writes wrong C++.
         pytest.skip(f"torch could not compile flex attention here: {str(error).splitlines()[0]}")
-
-
-@pytest.mark.parametrize("head_dtype", [None, torch.float32])
-def test_a_rounded_heads_gradient_is_summed_over_chunks_in_float32(head_dtype):
-    """Where weights themselves are bfloat16, as inside FSDP2 and DeepSpeed."""
-    model = ARCHITECTURES["plain"]().bfloat16()
-    hidden, targets = torch.randn(512, 16).bfloat16(), torch.randint(64, (512,))
-    in_512 = head_results(model, hidden, targets, 1, head_dtype)[3]
-    parts = [
-        head_results(model, h, t, 1, head_dtype)[3]
-        for h, t in zip(hidden.split(3), targets.split(3), strict=True)
-    ]
-    exact = head_results(model.double(), hidden.double(), targets)[3]
-    assert in_512.dtype == torch.bfloat16 and relative_error(in_512, exact) < 4e-3
-    # Summed in bfloat16, it is off by several times as much.
-    in_bfloat16 = torch.zeros_like(in_512)
-    for part in parts:
-        in_bfloat16 += part
-    assert relative_error(in_bfloat16, exact) > 2 * relative_error(in_512, exact)
