@@ -1,5 +1,4 @@
 import asyncio
-import gc
 import math
 import re
 from functools import partial
@@ -10,7 +9,7 @@ import torch
 
 from tests.conftest import wait_until
 from tests.helpers import StubRunner, make_samples
-from verifiers_rl.data import example_index, first_of_each, order_examples
+from verifiers_rl.data import first_of_each, order_examples
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.orchestrator import RolloutError
 from verifiers_rl.process.loop_thread import ExitError
@@ -133,29 +132,20 @@ def test_an_example_order_of_ones_own_decides_what_comes_next(make_orchestrator)
     assert [examples(one_step(orchestrator, step)) for step in range(2)] == [[3, 2], [1, 0]]
     with pytest.raises(RolloutError, match="returned example -1; there are 0 to 3"):
         one_step(orchestrator, 2)
-    with pytest.raises(RolloutError, match="returned 1 examples for the 2 positions 0 to 1"):
-        one_step(make_orchestrator(StubRunner(), example_order=lambda *_: [0]))
-
-
-def test_each_epoch_has_each_example_once_in_its_own_order():
-    drawn = [example_index(position, 10, True, seed=3) for position in range(30)]
-    epochs = [drawn[start : start + 10] for start in (0, 10, 20)]
-    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2]
-    assert drawn != order_examples(range(30), [10], seed=4)
-    assert drawn == order_examples(range(30), [10], seed=3)
-    assert IN_TURN(range(12), [10]) == [*range(10), 0, 1]
 
 
 def test_environments_get_their_shares_and_each_its_examples_once_an_epoch():
-    order = partial(order_examples, sizes=[6, 4, 10], weights=[3, 1, 2], seed=3)
-    drawn = order(range(600))
+    order = partial(order_examples, sizes=[6, 4, 10], weights=[3, 1, 2])
+    drawn = order(range(600), seed=3)
     parts = [[i for i in drawn if low <= i < high] for low, high in ((0, 6), (6, 10), (10, 20))]
     assert [len(part) for part in parts] == pytest.approx([300, 100, 200], abs=3)
-    assert sorted(parts[1][:4]) == sorted(parts[1][4:8]) == [6, 7, 8, 9]
-    # Every stretch has its share, and where it begins makes no difference.
-    assert sum(i < 6 for i in drawn[100:120]) == pytest.approx(10, abs=2)
-    assert order(range(50, 60)) == drawn[50:60]
+    epochs = parts[1][:4], parts[1][4:8], parts[1][8:12]
+    assert all(sorted(epoch) == [6, 7, 8, 9] for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]  # each has its own order
+    # Where a stretch begins makes no difference.
+    assert order(range(50, 60), seed=3) == drawn[50:60]
+    assert order(range(600), seed=4) != drawn
+    assert IN_TURN(range(12), [10]) == [*range(10), 0, 1]
 
 
 def test_a_resumed_run_goes_on_with_the_next_examples_also_of_other_batches(
@@ -174,7 +164,6 @@ def test_a_resumed_run_goes_on_with_the_next_examples_also_of_other_batches(
     smaller = resumed(8, state)
     assert "goes on with the example behind them, number 40" in caplog.text
     assert [examples(one_step(smaller, step)) for step in (10, 12)] == [[40, 41], [44, 45]]
-    assert examples(one_step(resumed(32, smaller.state_dict(13)), 13))[0] == 46
 
 
 # --- The thread -----------------------------------------------------------------------------------
@@ -261,38 +250,12 @@ def test_stop_and_giving_up_cancel_what_is_pending(make_orchestrator):
     assert runner.cancelled == 24 and runner.closed
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the task's end
-def test_stop_leaves_a_task_that_does_not_end_and_closes_the_environment(
-    make_orchestrator, monkeypatch, caplog
-):
-    monkeypatch.setattr("verifiers_rl.process.loop_thread.STOP_DEADLINE_S", 0.2)
-
-    class Stubborn(StubRunner):
-        async def run_group(self, request):
-            try:
-                return await super().run_group(request)
-            except asyncio.CancelledError:
-                await asyncio.sleep(60)
-
-    runner = Stubborn(delay_s=60)
-    orchestrator = make_orchestrator(runner)
-    orchestrator.submit(0, "policy", 0)
-    wait_for_rollouts(runner)
-    orchestrator.stop()
-    assert runner.closed and "tasks of the environment do not end" in caplog.text
-    gc.collect()  # python tells of them here, and not in another test
-
-
 # --- Deadlines, failures, a lost server -----------------------------------------------------------
 
 
-@pytest.fixture
-def short_deadlines(monkeypatch):
+def test_rollouts_of_which_none_ends_any_more_are_an_error(make_orchestrator, monkeypatch):
     monkeypatch.setattr("verifiers_rl.orchestrator.GRACE_S", 0.1)
     monkeypatch.setattr("verifiers_rl.process.waiting.POLL_S", 0.05)
-
-
-def test_rollouts_of_which_none_ends_any_more_are_an_error(make_orchestrator, short_deadlines):
     runner = StubRunner(delay_s=60)
     orchestrator = make_orchestrator(runner, generation_timeout=0.1)
     message = r"no rollout has ended within 0\.4 s, .*generation_timeout \(0\.1 s\).* 0 of 8 are"
@@ -336,13 +299,12 @@ def test_a_batch_of_a_server_that_was_lost_meanwhile_is_not_taken(make_orchestra
     assert one_step(orchestrator).step == 0
 
 
-@pytest.mark.parametrize("run", [one_step, lambda orchestrator: evaluate(orchestrator, 2, 1)])
-def test_a_server_that_hangs_is_noticed_while_its_rollouts_run(make_orchestrator, monkeypatch, run):
+def test_a_server_that_hangs_is_noticed_while_its_rollouts_run(make_orchestrator, monkeypatch):
     monkeypatch.setattr("verifiers_rl.requests.CHECK_S", 0.05)
     looks = iter([False, False, True])
     runner = StubRunner(delay_s=60)
     with pytest.raises(ServerLostError, match="no answer"):
-        run(make_orchestrator(runner, check_server=lambda: next(looks) and lost()))
+        one_step(make_orchestrator(runner, check_server=lambda: next(looks) and lost()))
 
 
 def test_rollouts_of_which_none_has_a_token_are_no_batch(make_orchestrator):
@@ -415,13 +377,6 @@ def test_where_nothing_passes_training_goes_on_without_signal(make_orchestrator)
     assert batch.num_loss_tokens == 0  # so that no step is taken with it
 
 
-def test_no_replacement_begins_after_the_deadline_of_one_rollout(make_orchestrator):
-    runner = StubRunner(outcome=lambda index, i: 0.5, delay_s=0.5)
-    batch = one_step(make_orchestrator(runner, generation_timeout=0.9, group_filter=varied(20)))
-    assert len(runner.seen) == 4  # two at 0 s, two at 0.5 s, none at 1 s
-    assert len(batch.samples) == 8
-
-
 # --- Evaluations ----------------------------------------------------------------------------------
 
 
@@ -449,11 +404,9 @@ def test_means_of_an_evaluation_count_errors_as_zero_and_examples_solved_at_all(
     metrics = evaluate(make_orchestrator(runner), 100, 3)
     means = {"pass@3": 0.5, "num_rollouts": 12, "reward": 4.4 / 12, "error_share": 1 / 12}
     assert {name: metrics[name] for name in means} == pytest.approx(means)
-    assert {call[0] for call in runner.seen} == {"eval"}
-    # An agent of several counts once, and there is no pass@1.
+    # An agent of several counts once.
     agents = [Rollout(0, "", role=r, reward=x) for r in ("writer", "critic") for x in (1.0, 0.0)]
     assert evaluation_metrics([agents])["pass@2"] == 1.0
-    assert "pass@1" not in evaluation_metrics([agents[:1]])
 
 
 def test_an_evaluation_takes_the_first_examples_of_each_environment():
@@ -471,5 +424,3 @@ def test_samples_of_one_rollout_are_known_by_its_number():
     sizes = Batch(0, 0, samples, rollouts, groups=groups).sizes
     assert sizes.rollout_ids.tolist() == [0, 1, 1, 1, 2, 3]
     assert sizes.group_ids.tolist() == [0, 0, 0, 0, 1, 1]
-    alone = Batch(0, 0, make_samples(3)).sizes.rollout_ids  # each a rollout of its own
-    assert len({*alone.tolist()}) == 3
