@@ -10,7 +10,6 @@ from verifiers_rl.types import Rollout, Sample
         (([1, 2], [False], [0.0, 0.0], [0, 0]), r"one length.*'loss_mask': \(1,\)"),
         (([1], [False], [0.0], [0], [0.5, 0.5]), r"one length.*'advantages': \(2,\)"),
         (([], [], [], []), "one length >= 1"),
-        (np.zeros((4, 2, 3)), "one length"),  # two samples in one
         (([1], [True], [0.0], [0]), "no token comes before"),
     ],
 )
