@@ -1,16 +1,14 @@
 import shutil
 from functools import partial
-from importlib.util import find_spec
 
 import pytest
 import torch
 import transformers
 from torch import nn
-from torch._inductor.exc import InductorError
 from torch.testing import assert_close
 
 from verifiers_rl import logprobs as logprobs_module
-from verifiers_rl.forward import check_head, reason_against_sharing_rows
+from verifiers_rl.forward import check_head
 from verifiers_rl.logprobs import (
     chunk_size_for,
     chunked_logprobs_and_entropy,
@@ -33,10 +31,6 @@ def reference(logits, targets, temperature):
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-needs_flash = pytest.mark.skipif(
-    not torch.cuda.is_available() or find_spec("flash_attn") is None,
-    reason="flash attention needs a GPU and the flash_attn package",
-)
 
 
 # "plain" is what is compiled on a GPU. Compiled here, too, which takes a while on a CPU.
@@ -49,7 +43,6 @@ needs_flash = pytest.mark.skipif(
         ("overwritten", "value", torch.bfloat16),
         ("plain", "none", torch.float32),
         ("plain", "gradient", torch.bfloat16),
-        pytest.param("cpu", "value", torch.float32, marks=[pytest.mark.slow, needs_compiler]),
         pytest.param("cpu", "gradient", torch.float32, marks=[pytest.mark.slow, needs_compiler]),
         pytest.param("cuda", "gradient", torch.float32, marks=[pytest.mark.gpu, needs_gpu]),
     ],
@@ -99,10 +92,10 @@ def test_impossible_tokens_are_finite(compute):
     assert all(values.isfinite().all() for values in (logprobs, entropies, leaf.grad))
 
 
-@pytest.mark.parametrize(("last", "is_trained"), [(nn.Tanh(), True), (nn.Sigmoid(), False)])
-def test_a_head_whose_backward_needs_its_logits_keeps_them(last, is_trained):
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_a_head_whose_backward_needs_its_logits_keeps_them(is_trained):
     torch.manual_seed(0)
-    head = nn.Sequential(nn.Linear(6, 11), last).requires_grad_(is_trained)
+    head = nn.Sequential(nn.Linear(6, 11), nn.Tanh()).requires_grad_(is_trained)
     hidden, targets = torch.randn(6, 6, requires_grad=True), torch.randint(11, (6,))
     wanted = [hidden, *(p for p in head.parameters() if is_trained)]
     whole = head(hidden).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
@@ -145,7 +138,7 @@ def make_small(name, **options):
 
 
 ARCHITECTURES = {
-    "plain": lambda: make_small("Llama", head_dim=32),  # flex needs 16 at least
+    "plain": lambda: make_small("Llama"),
     "tied": lambda: make_small("Qwen3", head_dim=8, tie_word_embeddings=True),
     "bias in the head": lambda: make_small("Phi"),
     "soft cap": lambda: make_small("Gemma2", head_dim=8, final_logit_softcapping=3.0),
@@ -235,25 +228,3 @@ def test_a_head_in_float32_is_exact_where_the_model_is_bfloat16(name, is_trained
     if is_trained:
         tolerance = 1e-6 if weights == torch.float32 else 2e-3  # 2^-9
         assert relative_error(exact[3], expected[3]) < tolerance
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler, for flex
-# Gemma 2 has sliding windows, and no SDPA, which cannot soft-cap attention scores.
-@pytest.mark.parametrize(
-    ("name", "attention"),
-    [
-        ("soft cap", "eager"),
-        pytest.param("plain", "flex_attention", marks=pytest.mark.slow),
-        pytest.param("plain", "flash_attention_2", marks=[pytest.mark.gpu, needs_flash]),
-    ],
-)
-def test_samples_share_rows_with_attention_of_all_kinds(name, attention):
-    model = ARCHITECTURES[name]()
-    if attention.startswith("flash"):
-        model = model.to("cuda", torch.bfloat16)
-    model.set_attn_implementation(attention)
-    try:
-        assert reason_against_sharing_rows(model, model) is None
-    except InductorError as error:
-        # It takes a compiler; with the masks of transformers 5.23, torch 2.13 writes wrong C++.
-        pytest.skip(f"torch could not compile flex attention here: {str(error).splitlines()[0]}")
