@@ -564,7 +564,9 @@ def test_what_a_loss_needs_is_computed_only_for_it(make_trainer):
 
 
 def test_a_microbatch_without_loss_tokens_adds_nothing_whatever_the_loss_makes_of_it(make_trainer):
-    trainer = make_trainer(loss_fn=lambda inputs: LossOutputs(inputs.entropy.sum() * math.nan))
+    trainer = make_trainer(
+        loss_fn=lambda inputs: LossOutputs(inputs.trainer_logprobs.sum() * math.nan)
+    )
     means = TokenMeans()
     # What a rank gets that has no samples left.
     loss = trainer.microbatch_loss(trainer.model, collate({}, [], [], pad_token_id=0), means)
