@@ -1,24 +1,19 @@
 import asyncio
-import gc
-import json
 import math
 import re
-import sys
-import threading
-import time
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
+from tests.conftest import wait_until
 from tests.helpers import StubRunner, make_samples
-from verifiers_rl.advantages import center_on_group_mean, of_rewards
-from verifiers_rl.data import example_index, first_of_each, order_examples
+from verifiers_rl.data import first_of_each, order_examples
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.orchestrator import RolloutError
 from verifiers_rl.process.loop_thread import ExitError
-from verifiers_rl.report.means import batch_metrics, evaluation_metrics
+from verifiers_rl.report.means import evaluation_metrics
 from verifiers_rl.types import Batch, Rollout
 
 IN_TURN = partial(order_examples, shuffle=False)
@@ -48,10 +43,7 @@ def failing_at(*places, error=ValueError("broken tool")):  # noqa: B008 - it has
 
 
 def wait_for_rollouts(runner, number=8):
-    deadline = time.monotonic() + 10
-    while runner.in_flight != number:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: runner.in_flight == number, 10)
 
 
 # --- Advantages -----------------------------------------------------------------------------------
@@ -68,133 +60,110 @@ def test_a_batch_holds_groups_with_centered_advantages(make_orchestrator):
 
 
 def test_an_advantage_function_sees_the_rollouts_and_may_give_one_number_a_token(make_orchestrator):
-    seen = []
-
     def later_tokens_count_more(group):
-        seen.append([rollout.reward for rollout in group])
-        lengths = [len(rollout.samples[0].token_ids) for rollout in group]
-        return [np.zeros(lengths[0]), torch.arange(lengths[1]), np.float32(7.0)]
+        assert [rollout.reward for rollout in group] == [0.0, 1.0, 2.0]  # of the survivors
+        num_tokens = len(group[1].samples[0].token_ids)
+        return [np.float32(-3.0), torch.arange(num_tokens), 7.0]
 
     options = {"advantage_fn": later_tokens_count_more, "batch_size": 4}
     batch = one_step(make_orchestrator(failing_at(3), **options))
-    assert seen == [[0.0, 1.0, 2.0]]  # of the survivors
     (sample,) = batch.rollouts[1].samples
     expected = np.arange(len(sample.token_ids)) * sample.loss_mask
     assert sample.advantages.tolist() == expected.tolist()
-    assert advantages(batch) == pytest.approx([0.0, expected[sample.loss_mask].mean(), 7.0])
+    assert advantages(batch) == pytest.approx([-3.0, expected[sample.loss_mask].mean(), 7.0])
 
 
-@pytest.mark.parametrize("own, expected", [(0.25, [0.25, -0.5, 0.5, 1.5]), (math.nan, None)])
-def test_advantages_that_an_environment_has_set_are_kept(make_orchestrator, own, expected):
+def test_advantages_that_an_environment_has_set_are_kept(make_orchestrator):
     class Graded(StubRunner):
         async def run_group(self, request):
             group = await super().run_group(request)
-            group[0].set_advantage(own)
+            group[0].set_advantage(0.25)
             group[0].has_own_advantages = True
             return group
 
-    orchestrator = make_orchestrator(Graded(), batch_size=4)
-    if expected is None:
-        with pytest.raises(RolloutError, match="an advantage is nan"):
-            one_step(orchestrator)
-    else:
-        assert advantages(one_step(orchestrator)) == expected
+    batch = one_step(make_orchestrator(Graded(), batch_size=4))
+    assert advantages(batch) == [0.25, -0.5, 0.5, 1.5]
 
 
 @pytest.mark.parametrize(
-    "advantage_fn, problem",
+    "returned, problem",
     [
-        (lambda group: [1.0], "returned 1 advantages for 4 rollouts"),
-        (lambda group: [float("nan")] * 4, "an advantage is nan"),
-        (lambda group: [[1.0]] * 4, "1 advantages for a rollout whose samples have"),
-        (lambda group: [1e300, -1e300, 0.0, 0.0], r"an advantage is 1e\+300; its size must be 1e"),
-        (lambda group: ["high"] * 4, r"returned \['high', .* for 4 rollouts; expected a list with"),
-        (lambda group: None, "returned None for 4 rollouts; expected a list"),
-        (lambda group: np.float64(2), "returned .*2.0.* for 4 rollouts; expected a list"),
+        ([1.0], "returned 1 advantages for 4 rollouts"),
+        ([math.nan] * 4, "an advantage is nan"),
+        ([[1.0]] * 4, "1 advantages for a rollout whose samples have"),
+        ([1e300, -1e300, 0.0, 0.0], r"an advantage is 1e\+300"),
+        (2.0, "returned 2.0 for 4 rollouts; expected a list"),
     ],
 )
 def test_an_advantage_function_that_breaks_its_contract_ends_training(
-    make_orchestrator, advantage_fn, problem
+    make_orchestrator, returned, problem
 ):
+    orchestrator = make_orchestrator(StubRunner(), advantage_fn=lambda group: returned)
     with pytest.raises(RolloutError, match=problem):
-        one_step(make_orchestrator(StubRunner(), advantage_fn=advantage_fn))
+        one_step(orchestrator)
 
 
 @pytest.mark.parametrize(
     "option, truncated, has_loss",
     [
-        ({}, [-0.75, -0.75, -0.75, 2.25], True),
-        ({"zero_truncated_completions": True}, [0.25, 0.25, 0.25, -0.75], True),
-        ({"mask_truncated_completions": True}, [-0.75, -0.75, -0.75, 2.25], False),
+        (None, [-0.75, -0.75, -0.75, 2.25], True),
+        ("zero_truncated_completions", [0.25, 0.25, 0.25, -0.75], True),
+        ("mask_truncated_completions", [-0.75, -0.75, -0.75, 2.25], False),
     ],
 )
 def test_truncated_completions_get_no_reward_or_no_loss(
     make_orchestrator, option, truncated, has_loss
 ):
     runner = StubRunner(outcome=lambda index, i: "4.0" if i == 3 else 1.0)
-    batch = one_step(make_orchestrator(runner, **option))
-    assert advantages(batch) == truncated * 2 and batch.metrics["truncated_share"] == 0.25
-    assert [s.num_loss_tokens > 0 for s in batch.samples] == [True, True, True, has_loss] * 2
+    options = {option: True} if option else {}
+    batch = one_step(make_orchestrator(runner, batch_size=4, **options))
+    assert advantages(batch) == truncated and batch.metrics["truncated_share"] == 0.25
+    assert [s.num_loss_tokens > 0 for s in batch.samples] == [True, True, True, has_loss]
 
 
 # --- Examples -------------------------------------------------------------------------------------
 
 
 def test_an_example_order_of_ones_own_decides_what_comes_next(make_orchestrator):
-    runner = StubRunner(num_examples=7)
-
     def backwards(positions, sizes):
         return [sizes[0] - 1 - position for position in positions]
 
-    orchestrator = make_orchestrator(runner, example_order=backwards)
-    assert [examples(one_step(orchestrator, step)) for step in range(2)] == [[6, 5], [4, 3]]
-    for wrong, problem in (
-        ([0], "returned 1 examples for the 2 positions 0 to 1"),
-        ([0, 7], "returned example 7; there are 0 to 6"),
-    ):
-        orchestrator = make_orchestrator(runner, example_order=lambda *_, wrong=wrong: wrong)
-        with pytest.raises(RolloutError, match=problem):
-            one_step(orchestrator)
-
-
-def test_each_epoch_has_each_example_once_in_its_own_order():
-    epochs = [[example_index(e * 10 + i, 10, True, seed=3) for i in range(10)] for e in range(3)]
-    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2]
-    assert epochs[0] != [example_index(i, 10, True, seed=4) for i in range(10)]
-    assert [example_index(i, 10, False, seed=3) for i in range(12)] == [*range(10), 0, 1]
-    assert order_examples(range(20), [10], seed=3) == epochs[0] + epochs[1]
+    orchestrator = make_orchestrator(StubRunner(num_examples=4), example_order=backwards)
+    assert [examples(one_step(orchestrator, step)) for step in range(2)] == [[3, 2], [1, 0]]
+    with pytest.raises(RolloutError, match="returned example -1; there are 0 to 3"):
+        one_step(orchestrator, 2)
 
 
 def test_environments_get_their_shares_and_each_its_examples_once_an_epoch():
-    order = partial(order_examples, sizes=[6, 4, 10], weights=[3, 1, 2], seed=3)
-    drawn = order(range(600))
+    order = partial(order_examples, sizes=[6, 4, 10], weights=[3, 1, 2])
+    drawn = order(range(600), seed=3)
     parts = [[i for i in drawn if low <= i < high] for low, high in ((0, 6), (6, 10), (10, 20))]
     assert [len(part) for part in parts] == pytest.approx([300, 100, 200], abs=3)
-    assert sorted(parts[1][:4]) == sorted(parts[1][4:8]) == [6, 7, 8, 9]
-    # Every stretch has its share, and where it begins makes no difference.
-    assert sum(i < 6 for i in drawn[100:120]) == pytest.approx(10, abs=2)
-    assert [order(range(p, p + 1))[0] for p in range(50, 60)] == drawn[50:60]
+    epochs = parts[1][:4], parts[1][4:8], parts[1][8:12]
+    assert all(sorted(epoch) == [6, 7, 8, 9] for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]  # each has its own order
+    # Where a stretch begins makes no difference.
+    assert order(range(50, 60), seed=3) == drawn[50:60]
     assert order(range(600), seed=4) != drawn
+    assert IN_TURN(range(12), [10]) == [*range(10), 0, 1]
 
 
 def test_a_resumed_run_goes_on_with_the_next_examples_also_of_other_batches(
     make_orchestrator, caplog
 ):
-    def of_size(batch_size):
+    def resumed(batch_size, state):
         runner = StubRunner(num_examples=100)
-        return make_orchestrator(runner, batch_size=batch_size, example_order=IN_TURN)
+        orchestrator = make_orchestrator(runner, batch_size=batch_size, example_order=IN_TURN)
+        orchestrator.load_state_dict(state)
+        return orchestrator
 
-    state = of_size(16).state_dict(10)  # 40 examples
-    same, smaller, again = (of_size(size) for size in (16, 8, 32))
-    same.load_state_dict(state)
-    assert not caplog.records
-    smaller.load_state_dict(state)
-    assert "goes on with the example behind them, number 40" in caplog.text
+    state = {"step": 10, "first_position": 40}
+    same = resumed(16, state)
+    assert not caplog.records and same.state_dict(10) == state
     assert examples(one_step(same, 10)) == [40, 41, 42, 43]
+    smaller = resumed(8, state)
+    assert "goes on with the example behind them, number 40" in caplog.text
     assert [examples(one_step(smaller, step)) for step in (10, 12)] == [[40, 41], [44, 45]]
-    again.load_state_dict(smaller.state_dict(13))
-    assert examples(one_step(again, 13))[0] == 46
 
 
 # --- The thread -----------------------------------------------------------------------------------
@@ -203,24 +172,16 @@ def test_a_resumed_run_goes_on_with_the_next_examples_also_of_other_batches(
 def test_several_batches_are_generated_at_once_on_the_thread_and_taken_in_order(make_orchestrator):
     runner = StubRunner(num_examples=100, delay_s=1.0)
     orchestrator = make_orchestrator(runner)
-    start = time.monotonic()
     for step in range(4):
         orchestrator.submit(step, "policy", policy_version=step)
-    assert time.monotonic() - start < 0.8 and orchestrator.num_pending == 4
     batches = [orchestrator.get() for _ in range(4)]
     assert runner.most_in_flight == 32 and runner.threads == {"orchestrator"}
     assert [(batch.step, batch.policy_version) for batch in batches] == [(i, i) for i in range(4)]
-    assert orchestrator.num_pending == 0
 
 
 def test_earlier_batches_get_the_places_of_max_concurrent_first(make_orchestrator):
-    finished = []
-
-    def outcome(index, i):
-        finished.append(index)
-        return float(i)
-
-    runner = StubRunner(num_examples=100, outcome=outcome, delay_s=0.01)
+    runner, finished = StubRunner(delay_s=0.01), []
+    runner.outcome = lambda index, i: finished.append(index) or 1.0
     orchestrator = make_orchestrator(runner, max_concurrent=2, example_order=IN_TURN)
     for step in range(3):
         orchestrator.submit(step, "policy", policy_version=0)
@@ -243,7 +204,10 @@ def test_an_error_is_raised_when_its_batch_is_the_next(make_orchestrator):
         orchestrator.raise_if_failed()
 
 
-def test_an_error_of_any_group_is_raised_at_once_with_its_traceback(make_orchestrator):
+@pytest.mark.parametrize("is_evaluation", [False, True])
+def test_an_error_of_any_group_is_raised_at_once_with_its_traceback(
+    make_orchestrator, is_evaluation
+):
     class Broken(StubRunner):
         async def run_group(self, request):
             if request.index == 1:
@@ -251,135 +215,55 @@ def test_an_error_of_any_group_is_raised_at_once_with_its_traceback(make_orchest
             await asyncio.sleep(60)
 
     orchestrator = make_orchestrator(Broken(), example_order=IN_TURN)
-    for step in range(2):
-        orchestrator.submit(step, "policy", 0)
-    start = time.monotonic()
+    if is_evaluation:
+        orchestrator.begin_evaluation(4, 1, "policy", 0)
+    else:
+        orchestrator.submit(0, "policy", 0)
     with pytest.raises(RuntimeError, match="a bug in the runner") as caught:
-        while time.monotonic() - start < 1.0:
-            orchestrator.raise_if_failed()
+        wait_until(orchestrator.raise_if_failed, 10)
     assert "run_group" in [entry.name for entry in caught.traceback]
 
 
-def test_what_ends_a_process_in_code_of_a_user_is_an_error_of_the_batch(make_orchestrator):
-    def leave(group):
-        sys.exit(3)
+@pytest.mark.parametrize(
+    "error", [SystemExit(3), asyncio.CancelledError(), GeneratorExit(), KeyboardInterrupt()]
+)
+def test_what_ends_a_process_in_code_of_a_user_is_an_error_of_the_batch(make_orchestrator, error):
+    def leave(*_):
+        raise error
 
-    orchestrator = make_orchestrator(StubRunner(), advantage_fn=leave)
-    for error in (SystemExit(3), asyncio.CancelledError(), GeneratorExit(), KeyboardInterrupt()):
-        if orchestrator.advantage_fn is not leave:
-            orchestrator.env.outcome = lambda index, i, error=error: error
+    for runner, own in ((StubRunner(outcome=leave), None), (StubRunner(), leave)):
         with pytest.raises(ExitError, match=re.escape(f"the environment raised {error!r}")):
-            one_step(orchestrator)
-        orchestrator.discard()
-        orchestrator.advantage_fn = of_rewards(center_on_group_mean)
+            one_step(make_orchestrator(runner, advantage_fn=own))
 
 
-def test_a_batch_can_be_given_up_while_it_is_generated(make_orchestrator):
+def test_stop_and_giving_up_cancel_what_is_pending(make_orchestrator):
     runner = StubRunner(delay_s=60)
     orchestrator = make_orchestrator(runner)
-    orchestrator.submit(0, "policy", 0)
-    wait_for_rollouts(runner)
-    orchestrator.discard()
-    wait_for_rollouts(runner, 0)
-
-
-def test_stop_cancels_what_is_pending_and_joins_the_thread(make_orchestrator):
-    runner = StubRunner(delay_s=60)
-    orchestrator = make_orchestrator(runner)
-    orchestrator.submit(0, "policy", 0)
-    wait_for_rollouts(runner)
-    start = time.monotonic()
-    orchestrator.stop()
-    assert time.monotonic() - start < 5
-    assert runner.cancelled == 8 and runner.closed
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the task's end
-def test_stop_leaves_a_task_that_does_not_end_and_closes_the_environment(
-    make_orchestrator, monkeypatch, caplog
-):
-    monkeypatch.setattr("verifiers_rl.process.loop_thread.STOP_DEADLINE_S", 0.2)
-
-    class Stubborn(StubRunner):
-        async def run_group(self, request):
-            try:
-                return await super().run_group(request)
-            except asyncio.CancelledError:
-                await asyncio.sleep(60)
-
-    runner = Stubborn(delay_s=60)
-    orchestrator = make_orchestrator(runner)
-    orchestrator.submit(0, "policy", 0)
-    wait_for_rollouts(runner)
-    orchestrator.stop()
-    assert runner.closed and "tasks of the environment do not end" in caplog.text
-    gc.collect()  # python tells of them here, and not in another test
-
-
-def test_stop_tells_of_an_environment_that_blocks_the_loop(make_orchestrator, monkeypatch):
-    monkeypatch.setattr("verifiers_rl.process.loop_thread.STOP_DEADLINE_S", 0.1)
-    is_blocked, is_free = threading.Event(), threading.Event()
-
-    class Blocking(StubRunner):
-        async def run_group(self, request):
-            is_blocked.set()
-            is_free.wait(30)
-            return await super().run_group(request)
-
-    orchestrator = make_orchestrator(Blocking())
-    loop, thread = orchestrator._thread.loop, orchestrator._thread.thread
-    orchestrator.submit(0, "policy", 0)
-    assert is_blocked.wait(10)
-    with pytest.raises(RuntimeError, match="thread is blocked by an environment"):
-        orchestrator.stop()
-    orchestrator.stop()  # nothing is left to stop
-    is_free.set()
-    thread.join(30)
-    loop.call_later(0.5, loop.stop)
-    loop.run_forever()  # to the end of what was cancelled
-    loop.close()
+    for end in (orchestrator.discard, orchestrator.stop):
+        orchestrator.submit(0, "policy", 0)
+        orchestrator.begin_evaluation(4, 1, "policy", 0)
+        wait_for_rollouts(runner, 12)
+        end()
+        wait_for_rollouts(runner, 0)
+    assert runner.cancelled == 24 and runner.closed
 
 
 # --- Deadlines, failures, a lost server -----------------------------------------------------------
 
 
-@pytest.fixture
-def short_deadlines(monkeypatch):
+def test_rollouts_of_which_none_ends_any_more_are_an_error(make_orchestrator, monkeypatch):
     monkeypatch.setattr("verifiers_rl.orchestrator.GRACE_S", 0.1)
     monkeypatch.setattr("verifiers_rl.process.waiting.POLL_S", 0.05)
-
-
-def test_rollouts_of_which_none_ends_any_more_are_an_error(make_orchestrator, short_deadlines):
     runner = StubRunner(delay_s=60)
     orchestrator = make_orchestrator(runner, generation_timeout=0.1)
-    start = time.monotonic()
     message = r"no rollout has ended within 0\.4 s, .*generation_timeout \(0\.1 s\).* 0 of 8 are"
     with pytest.raises(TimeoutError, match=message):
         one_step(orchestrator)
-    assert 0.4 <= time.monotonic() - start < 10
     orchestrator.discard()
     # Two at a time, each slower than its deadline: the batch takes longer than 0.4 s, and it may.
     runner.delay_s = 0.2
     orchestrator = make_orchestrator(runner, generation_timeout=0.1, max_concurrent=2)
     assert len(one_step(orchestrator).rollouts) == 8
-
-
-def test_the_deadline_counts_from_the_last_rollout_that_has_ended(
-    make_orchestrator, short_deadlines
-):
-    class Uneven(StubRunner):
-        """Its rollouts end after 0.3 s, and so does the first group, but the second one never."""
-
-        async def run_group(self, request):
-            is_first = not self.seen
-            group = await super().run_group(request)
-            await asyncio.sleep(0 if is_first else 60)
-            return group
-
-    start = time.monotonic()
-    with pytest.raises(TimeoutError, match="8 of 8 are done"):
-        one_step(make_orchestrator(Uneven(delay_s=0.3), generation_timeout=0.1))
-    assert 0.7 <= time.monotonic() - start < 10
 
 
 def test_an_errored_rollout_leaves_batch_and_baseline(make_orchestrator, caplog):
@@ -389,13 +273,10 @@ def test_an_errored_rollout_leaves_batch_and_baseline(make_orchestrator, caplog)
     assert "2 of 8 rollouts failed and are left out: ValueError: broken tool" in caplog.text
 
 
-@pytest.mark.parametrize("group_filter", [{}, {"min_reward": 0.1, "max_oversampling": 10}])
-def test_when_all_rollouts_fail_the_first_error_is_chained(make_orchestrator, group_filter):
-    orchestrator = make_orchestrator(failing_at(*range(4)), group_filter=group_filter)
-    with pytest.raises(
-        RolloutError, match="all 8 rollouts failed; most often: ValueError: broken tool"
-    ) as caught:
-        one_step(orchestrator)
+def test_when_all_rollouts_fail_the_first_error_is_chained(make_orchestrator):
+    message = "all 8 rollouts failed; most often: ValueError: broken tool"
+    with pytest.raises(RolloutError, match=message) as caught:
+        one_step(make_orchestrator(failing_at(*range(4))))
     assert isinstance(caught.value.__cause__, ValueError)
 
 
@@ -412,43 +293,22 @@ def test_a_batch_of_a_server_that_was_lost_meanwhile_is_not_taken(make_orchestra
     # It may come back: the step under way is not interrupted, and the batch can be asked for again.
     orchestrator.raise_if_failed()
     orchestrator.discard()
-    assert orchestrator.num_pending == 0
     orchestrator.check_server = lambda: None
     assert one_step(orchestrator).step == 0
 
 
-@pytest.mark.parametrize("run", [one_step, lambda orchestrator: evaluate(orchestrator, 2, 1)])
-def test_a_server_that_hangs_is_noticed_while_its_rollouts_run(make_orchestrator, monkeypatch, run):
+def test_a_server_that_hangs_is_noticed_while_its_rollouts_run(make_orchestrator, monkeypatch):
     monkeypatch.setattr("verifiers_rl.requests.CHECK_S", 0.05)
-    looks = []
-
-    def look():
-        looks.append(None)
-        if len(looks) == 3:
-            lost()
-
-    start = time.monotonic()
+    looks = iter([False, False, True])
+    runner = StubRunner(delay_s=60)
     with pytest.raises(ServerLostError, match="no answer"):
-        run(make_orchestrator(StubRunner(delay_s=60), check_server=look))
-    assert time.monotonic() - start < 10 and len(looks) == 3
-
-
-def test_waiting_says_how_many_rollouts_are_done(make_orchestrator, monkeypatch, capfd):
-    # Lines at 0.2, 0.4 and 0.8 s; of the rollouts, half end after 0.6 s and half after 1.2 s.
-    monkeypatch.setattr("verifiers_rl.process.waiting.QUIET_S", 0.2)
-    monkeypatch.setattr("verifiers_rl.process.waiting.POLL_S", 0.05)
-    runner = StubRunner(delay_s=0.6)
-    orchestrator = make_orchestrator(runner, max_concurrent=4)
-    evaluate(orchestrator, 2, 4)
-    said = capfd.readouterr().err
-    assert "waiting for rollouts: 0 of 8 after 0 s" in said and "4 of 8 after 1 s" in said
-    runner.delay_s = 0.0
-    one_step(orchestrator)
-    assert capfd.readouterr().err == ""
+        one_step(make_orchestrator(runner, check_server=lambda: next(looks) and lost()))
 
 
 def test_rollouts_of_which_none_has_a_token_are_no_batch(make_orchestrator):
     class Silent(StubRunner):
+        num_speaking = 1
+
         async def run_group(self, request):
             group = await super().run_group(request)
             for rollout in group[self.num_speaking :]:
@@ -456,10 +316,8 @@ def test_rollouts_of_which_none_has_a_token_are_no_batch(make_orchestrator):
             return group
 
     runner = Silent()
-    runner.num_speaking = 1
     batch = one_step(make_orchestrator(runner))
-    assert len(batch.rollouts) == 8 and len(batch.samples) == 2
-    assert advantages(batch) == [-1.5, -0.5, 0.5, 1.5] * 2
+    assert len(batch.samples) == 2 and advantages(batch) == [-1.5, -0.5, 0.5, 1.5] * 2
     runner.num_speaking = 0
     with pytest.raises(RolloutError, match="no agent took a turn in any rollout"):
         one_step(make_orchestrator(runner))
@@ -485,16 +343,13 @@ def varied(max_oversampling):
         ({"min_reward_variance": 1e-6}, [2, 5], 6),
         ({"min_reward": 0.1}, [1, 2], 3),
         ({"max_reward": 0.9}, [0, 2], 3),
-        ({"min_reward": 0.1, "max_reward": 0.9}, [2, 5], 6),
     ],
 )
 def test_groups_that_do_not_pass_are_replaced(make_orchestrator, group_filter, kept, generated):
     runner = StubRunner(num_examples=30, outcome=solved)
     group_filter |= {"max_oversampling": 4} if group_filter else {}
     batch = one_step(make_orchestrator(runner, group_filter=group_filter, example_order=IN_TURN))
-    assert examples(batch) == kept
-    assert len(batch.samples) == batch.metrics["num_samples"] == 8
-    assert sorted(call[1] for call in runner.seen) == list(range(generated))
+    assert examples(batch) == kept and batch.metrics["num_samples"] == 8
     assert batch.metrics["filtered_share"] == pytest.approx(1 - 2 / generated)
     # The reward is that of all groups generated, whatever was kept.
     rewards = [solved(index, i) for index in range(generated) for i in range(4)]
@@ -505,37 +360,19 @@ def test_oversampling_is_bounded_and_steps_do_not_share_examples(make_orchestrat
     runner = StubRunner(num_examples=30, outcome=solved)
     orchestrator = make_orchestrator(runner, example_order=IN_TURN, group_filter=varied(2))
     assert examples(one_step(orchestrator)) == [2]  # 5 was not reached
-    assert sorted(call[1] for call in runner.seen) == [0, 1, 2, 3]
     assert "1 of the 4 groups generated pass, 2 are wanted: loosen group_filter" in caplog.text
-    runner.seen.clear()
     one_step(orchestrator, step=1)
-    assert sorted(call[1] for call in runner.seen) == [4, 5, 6, 7]
+    assert sorted(call[1] for call in runner.seen) == [*range(8)]
 
 
-@pytest.mark.parametrize("group_filter", [{"min_reward_variance": 100.0}, {"max_reward": 0.1}])
-def test_where_nothing_passes_training_goes_on_without_signal(make_orchestrator, group_filter):
-    runner = StubRunner()
-    group_filter = {**group_filter, "max_oversampling": 1.5}
-    batch = one_step(make_orchestrator(runner, group_filter=group_filter))
-    assert len(runner.seen) == 3
-    assert len(batch.samples) == 8 and batch.metrics["filtered_share"] == 1.0
-    assert not any(advantages(batch)) and not any(s.advantages.any() for s in batch.samples)
-    assert batch.num_loss_tokens == 0  # so that no step is taken with it
-
-
-def test_a_group_that_failed_is_no_batch(make_orchestrator):
+def test_where_nothing_passes_training_goes_on_without_signal(make_orchestrator):
     """Example 0 fails, which is not replaced; the others do not pass."""
     runner = StubRunner(outcome=lambda index, i: ValueError("x") if index == 0 else 0.5)
     batch = one_step(make_orchestrator(runner, example_order=IN_TURN, group_filter=varied(2)))
     assert [call[1] for call in runner.seen] == [0, 1, 2, 3]
-    assert len(batch.samples) == 8 and {r.example_id for r in batch.rollouts} == {1, 2}
-
-
-def test_no_replacement_begins_after_the_deadline_of_one_rollout(make_orchestrator):
-    runner = StubRunner(outcome=lambda index, i: 0.5, delay_s=0.5)
-    batch = one_step(make_orchestrator(runner, generation_timeout=0.9, group_filter=varied(20)))
-    assert len(runner.seen) == 4  # two at 0 s, two at 0.5 s, none at 1 s
-    assert len(batch.samples) == 8
+    assert examples(batch) == [1, 2] and batch.metrics["filtered_share"] == 0.75
+    assert not any(advantages(batch)) and not any(s.advantages.any() for s in batch.samples)
+    assert batch.num_loss_tokens == 0  # so that no step is taken with it
 
 
 # --- Evaluations ----------------------------------------------------------------------------------
@@ -544,51 +381,30 @@ def test_no_replacement_begins_after_the_deadline_of_one_rollout(make_orchestrat
 def test_an_evaluation_runs_beside_pending_batches(make_orchestrator):
     class SlowTraining(StubRunner):
         async def run_group(self, request):
-            sampling.add((request.split, request.sampling_args["temperature"]))
-            await asyncio.sleep(1.0 if request.split == "train" else 0.0)
+            sampling.append((request.split, request.sampling_args["temperature"]))
+            if request.split == "train":
+                await is_evaluated.wait()
             return await super().run_group(request)
 
-    sampling, options = set(), {"temperature": 0.9, "eval_sampling": {"temperature": 0}}
+    sampling, is_evaluated = [], asyncio.Event()
+    options = {"temperature": 0.9, "eval_sampling": {"temperature": 0}}
     orchestrator = make_orchestrator(SlowTraining(), **options)
     orchestrator.submit(0, "policy", 0)
-    metrics = evaluate(orchestrator, 4, 2)  # which does not wait for the batch
-    assert metrics["num_rollouts"] == 8 and 0 <= metrics["runtime"] < 1.0
+    assert evaluate(orchestrator, 4, 2)["num_rollouts"] == 8  # which does not wait for the batch
+    orchestrator._thread.loop.call_soon_threadsafe(is_evaluated.set)
     assert orchestrator.get().step == 0
-    assert sampling == {("eval", 0), ("train", 0.9)}
+    assert {*sampling} == {("eval", 0), ("train", 0.9)}
 
 
 def test_means_of_an_evaluation_count_errors_as_zero_and_examples_solved_at_all(make_orchestrator):
     rewards = {0: [0.0, 0.5, 0.9], 1: [0.0, 1.0, 0.0], 2: [ValueError("x"), 1.0, 1.0], 3: [0.0] * 3}
     runner = StubRunner(outcome=lambda index, i: rewards[index][i])
     metrics = evaluate(make_orchestrator(runner), 100, 3)
-    assert metrics["pass@3"] == 0.5 and metrics["num_rollouts"] == 12
-    assert metrics["reward"] == pytest.approx(4.4 / 12)
-    assert metrics["error_share"] == pytest.approx(1 / 12)
-    assert {call[0] for call in runner.seen} == {"eval"}
-    assert "pass@1" not in evaluate(make_orchestrator(StubRunner()), 100, 1)
+    means = {"pass@3": 0.5, "num_rollouts": 12, "reward": 4.4 / 12, "error_share": 1 / 12}
+    assert {name: metrics[name] for name in means} == pytest.approx(means)
     # An agent of several counts once.
     agents = [Rollout(0, "", role=r, reward=x) for r in ("writer", "critic") for x in (1.0, 0.0)]
     assert evaluation_metrics([agents])["pass@2"] == 1.0
-
-
-def test_a_discarded_evaluation_ends_and_another_can_begin(make_orchestrator):
-    runner = StubRunner(delay_s=60)
-    orchestrator = make_orchestrator(runner)
-    orchestrator.begin_evaluation(4, 1, "policy", 0)
-    orchestrator.discard()
-    runner.delay_s = 0.0
-    assert evaluate(orchestrator, 4, 1)["num_rollouts"] == 4
-
-
-def test_an_evaluation_that_fails_is_known_before_it_is_awaited(make_orchestrator):
-    orchestrator = make_orchestrator(failing_at(0))
-    orchestrator.begin_evaluation(4, 1, "policy", 0)
-    start = time.monotonic()
-    with pytest.raises(RolloutError, match="all 4 rollouts failed"):
-        while time.monotonic() - start < 10:
-            orchestrator.raise_if_failed()
-    with pytest.raises(RolloutError, match="all 4 rollouts failed"):
-        orchestrator.end_evaluation()
 
 
 def test_an_evaluation_takes_the_first_examples_of_each_environment():
@@ -606,12 +422,3 @@ def test_samples_of_one_rollout_are_known_by_its_number():
     sizes = Batch(0, 0, samples, rollouts, groups=groups).sizes
     assert sizes.rollout_ids.tolist() == [0, 1, 1, 1, 2, 3]
     assert sizes.group_ids.tolist() == [0, 0, 0, 0, 1, 1]
-    assert not Batch(0, 0, samples, rollouts).sizes.group_ids.any()
-    alone = Batch(0, 0, make_samples(3)).sizes.rollout_ids  # each a rollout of its own
-    assert len(set(alone.tolist())) == 3
-
-
-def test_rewards_of_numpy_become_numbers_that_json_has():
-    rollouts = [Rollout(0, "", reward=np.float32(0.5), metrics={"exact": np.float32(1.0)})]
-    for metrics_of in (evaluation_metrics, batch_metrics):
-        assert json.loads(json.dumps(metrics_of([rollouts])))["reward"] == 0.5

@@ -10,7 +10,7 @@ from tests.tree_samples import make_tree
 from verifiers_rl.losses import LossOutputs, needs
 from verifiers_rl.report.metrics import TOKEN_VALUES
 from verifiers_rl.report.recording import TokenTexts, choose_samples
-from verifiers_rl.types import Batch, Rollout, SampleSizes
+from verifiers_rl.types import Batch, Rollout
 
 
 class OneBatch(StubSource):
@@ -29,15 +29,17 @@ def step_values(trainer):
     trainer.orchestrator.start()
     trainer.state.max_steps = 1
     trainer.training_step(trainer.model, {})
-    samples = [(i, s) for i, s in enumerate(trainer.batch.samples) if TOKEN_VALUES[0] in s.extras]
-    found = {i: np.array([s.extras[name] for name in TOKEN_VALUES]) for i, s in samples}
-    assert all(np.isnan(found[i][:, ~s.loss_mask]).all() for i, s in samples)
-    return {i: found[i][:, s.loss_mask] for i, s in samples}
+    found = {}
+    for i, sample in enumerate(trainer.batch.samples):
+        if TOKEN_VALUES[0] in sample.extras:
+            values = np.array([sample.extras[name] for name in TOKEN_VALUES])
+            assert np.isnan(values[:, ~sample.loss_mask]).all()
+            found[i] = values[:, sample.loss_mask]
+    return found
 
 
 @pytest.mark.parametrize("options", [
     {"share_prefixes": False, "loss_normalization": "sequence", "kl_beta": 0.1},
-    {"share_prefixes": True},
     {"share_prefixes": True, "use_lora": True, "max_tokens_per_microbatch": 20},
 ])  # fmt: skip
 def test_values_are_those_of_a_forward_of_each_sample(make_trainer, options):
@@ -63,13 +65,11 @@ def test_what_is_not_computed_is_nan_and_what_is_masked_is_marked(make_trainer):
     samples[1].set_advantage(0.0)  # its gradient is zero
     samples[2].loss_mask[:] = False
 
-    def mask_first(inputs):
-        return torch.arange(len(inputs.weights)) == 0
-
     @needs("nonzero_advantages")
     def plain(inputs):
         loss = -(inputs.weights * inputs.advantages * inputs.trainer_logprobs).sum()
-        return LossOutputs(loss, {"masked_share/mine": mask_first(inputs).float()})
+        is_first = torch.arange(len(inputs.weights)) == 0
+        return LossOutputs(loss, {"masked_share/mine": is_first.float()})
 
     trainer = make_trainer(source=OneBatch(samples), loss_fn=plain, log_rollouts=1.0)
     values = step_values(trainer)
@@ -79,49 +79,26 @@ def test_what_is_not_computed_is_nan_and_what_is_masked_is_marked(make_trainer):
     assert sorted(marked) == [0.0] * (len(marked) - 1) + [1.0]
 
 
-def test_a_share_of_the_groups_of_a_run_is_chosen_and_the_first_group_always():
-    samples = make_samples(12)
-    rollouts = [Rollout(i // 3, "", samples=[s]) for i, s in enumerate(samples)]
-    sizes = Batch(0, 0, samples, rollouts).sizes  # four groups of three
+def test_a_share_of_the_groups_of_a_run_is_chosen_and_the_first_group_always(make_trainer):
+    source = OneBatch(make_samples(12), per_group=3)
+    sizes = source.get().sizes  # four groups of three
 
-    def groups(share, num_steps):
-        chosen = [choose_samples(sizes, step, 4, share) for step in range(num_steps)]
-        numbers = np.concatenate(chosen).reshape(-1, 3)
+    def groups(share):
+        numbers = np.concatenate([choose_samples(sizes, step, 4, share) for step in range(6)])
+        numbers = numbers.reshape(-1, 3)
         assert (numbers.all(axis=1) == numbers.any(axis=1)).all()  # whole groups
         return numbers[:, 0].nonzero()[0].tolist()
 
-    assert groups(0.0, 5) == [] and groups(1.0, 2) == list(range(8))
-    assert groups(0.25, 5) == [0, 4, 8, 12, 16]
-    assert groups(0.1, 6) == [0, 10, 20]
-    assert choose_samples(SampleSizes.of([]), 0, 4, 1.0).shape == (0,)
-
-
-def test_tokens_that_are_not_chosen_cost_nothing(make_trainer):
-    for share, chosen in ((0.5, [0, 1, 2, 3]), (0, [])):
-        trainer = make_trainer(source=OneBatch(make_samples(8), 4), log_rollouts=share)
-        assert sorted(step_values(trainer)) == chosen
+    assert groups(0.0) == [] and groups(1.0) == list(range(24))
+    assert groups(0.25) == [*range(0, 24, 4)] and groups(0.1) == [0, 10, 20]
+    for share, chosen in ((0, []), (0.25, [0, 1, 2])):  # others cost nothing
+        assert [*step_values(make_trainer(source=source, log_rollouts=share))] == chosen
 
 
 def test_the_text_of_tokens_joins_to_the_text_that_was_tokenized(tokenizer):
     text = "a b\n数<|assistant|>ß"
-    ids = np.array(tokenizer(text)["input_ids"])
-    pieces = TokenTexts(tokenizer).of(ids)
+    ids, texts = np.array(tokenizer(text)["input_ids"]), TokenTexts(tokenizer)
+    pieces = texts.of(ids)
     assert "".join(pieces) == text and "<|assistant|>" in pieces and len(pieces) == len(ids) > 7
     assert pieces[-2:] == ["", "ß"]  # the last of two tokens has it
-    assert TokenTexts(tokenizer).of(ids[:-1])[-1] == "\ufffd"
-    assert TokenTexts(tokenizer).of(np.array([10**6])) == [""]
-
-
-def test_the_text_of_tokens_of_sentencepiece_keeps_its_spaces():
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocab = {"\u2581the": 0, "<0xC3>": 1, "s": 2, "<0x9F>": 3}
-    raw = Tokenizer(models.BPE(vocab, merges=[], byte_fallback=True))
-    raw.pre_tokenizer = pre_tokenizers.Metaspace()
-    raw.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
-         decoders.Strip(" ", 1, 0)]
-    )  # fmt: skip
-    texts = TokenTexts(PreTrainedTokenizerFast(tokenizer_object=raw))
-    assert texts.of(np.array([0, 2, 1, 3])) == [" the", "s", "", "ß"]
+    assert texts.of(ids[:-1])[-1] == "\ufffd" and texts.of(np.array([10**6])) == [""]

@@ -1,11 +1,7 @@
 import numpy as np
 import pytest
 
-from verifiers_rl.types import Rollout, Sample, columns_of, join_column
-
-
-def make_sample(versions=(-1, 0, 0)):
-    return Sample([1, 2, 3], [False, True, True], [0.0, -1.0, -1.0], versions)
+from verifiers_rl.types import Rollout, Sample
 
 
 @pytest.mark.parametrize(
@@ -14,25 +10,12 @@ def make_sample(versions=(-1, 0, 0)):
         (([1, 2], [False], [0.0, 0.0], [0, 0]), r"one length.*'loss_mask': \(1,\)"),
         (([1], [False], [0.0], [0], [0.5, 0.5]), r"one length.*'advantages': \(2,\)"),
         (([], [], [], []), "one length >= 1"),
-        (np.zeros((4, 2, 3)), "one length"),  # two samples in one
         (([1], [True], [0.0], [0]), "no token comes before"),
     ],
 )
 def test_columns_that_cannot_be_a_sample_are_refused(columns, problem):
     with pytest.raises(ValueError, match=problem):
         Sample(*columns)
-
-
-def test_columns_of_one_name_have_the_type_that_holds_all_their_numbers():
-    columns = [np.arange(3), np.array([0.0, 0.5, 1.0])]
-    for order in (columns, columns[::-1]):
-        samples = [make_sample() for _ in range(3)]
-        for sample, column in zip(samples, order, strict=False):
-            sample.extras = {"own": column}
-        assert columns_of(samples)["own"] == np.float64
-        joined = join_column([(3, sample.extras.get("own")) for sample in samples])
-        assert joined[:6].tolist() == np.concatenate(order).tolist()
-        assert np.isnan(joined[6:]).all()
 
 
 def test_a_rollout_left_out_of_the_loss_keeps_its_tokens():
