@@ -42,6 +42,7 @@ from verifiers_rl.inference.engine_calls import paused, updating
 from verifiers_rl.inference.gateway import Gateway
 from verifiers_rl.inference.generation import check_grammar
 from verifiers_rl.inference.port import (
+    RESERVED_VARIABLE,
     PortError,
     reserve_port,
 )
@@ -759,10 +760,13 @@ def test_vllms_parser_has_our_defaults_and_a_seed_for_each_server():
     assert first.seed != second.seed
 
 
-def test_a_reserved_port_is_refused_to_others_until_its_holder_ends():
+def test_a_reserved_port_is_refused_to_others_until_its_holder_ends(monkeypatch):
     port, held = reserve_port("127.0.0.1", 0)
     with pytest.raises(PortError, match=f":{port}: .* has reserved the port"):
         reserve_port("0.0.0.0", port)
+    monkeypatch.setenv(RESERVED_VARIABLE, str(port))  # by the vf-rl that has started us
+    reserve_port("127.0.0.1", port)[1].close()
+    monkeypatch.delenv(RESERVED_VARIABLE)
     held.close()
     reserve_port("127.0.0.1", port)[1].close()
     with pytest.raises(PortError, match=r"cannot listen on 192\.0\.2\.1"):

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
@@ -28,17 +29,10 @@ from verifiers_rl.cli.children import (
 from verifiers_rl.cli.config import RunConfig, TomlError
 from verifiers_rl.cli.ending import SAVE_GRACE_S
 from verifiers_rl.cli.layers import MISSING, find
-from verifiers_rl.cli.plan import (
-    Address,
-    ServerPlan,
-    assign_gpus,
-    host_and_port,
-    say,
-    trainer_env,
-)
+from verifiers_rl.cli.plan import Address, ServerPlan, assign_gpus, host_and_port, trainer_env
 from verifiers_rl.data import printable
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
-from verifiers_rl.inference.port import PortError, reserve_port
+from verifiers_rl.inference.port import RESERVED_VARIABLE, PortError, reserve_port
 from verifiers_rl.process.interrupts import Interrupted, handle_signals
 
 BACKOFF_S = 1.0  # before the first restart, doubled before each further one
@@ -112,7 +106,7 @@ class Supervised:
             self.is_given_up = True
             if is_needed:
                 raise ChildError(f"{ended} and is not started again; {self._see}")
-            say(f"{ended} and is not started again; {self._see}")
+            print(f"vf-rl: {ended} and is not started again; {self._see}", file=sys.stderr)
             return
         delay_s = BACKOFF_S * 2.0 ** (self._num_deaths - 1)
         # A new line: the trainer's progress bar may be in the middle of one.
@@ -174,7 +168,7 @@ class Launcher(Protocol):
 
 class ThisMachine:
     """The `Launcher` of a run on this machine: its processes are children of this one. When it is
-    made, it assigns GPUs, and gives each plan a port that nobody has.
+    made, it assigns GPUs, and gives each plan a port that is reserved until `close`.
 
     Args:
         plans: of all servers.
@@ -195,13 +189,15 @@ class ThisMachine:
     ) -> None:
         self._logs, self._trainer, self._plans = logs, trainer, plans
         self.gpus = assign_gpus(config, plans)
-        for plan in plans:
-            try:
-                plan.port, reservation = reserve_port(plan.host, plan.port)
-            except PortError as error:
-                option = "vllm_server_port in [trainer.args]"
-                raise TomlError(str(error).replace("--port", option)) from error
-            reservation.close()  # its server takes it
+        with ExitStack() as reserved:
+            for plan in plans:
+                try:
+                    plan.port, reservation = reserve_port(plan.host, plan.port)
+                except PortError as error:
+                    option = "vllm_server_port in [trainer.args]"
+                    raise TomlError(str(error).replace("--port", option)) from error
+                reserved.enter_context(reservation)
+            self._reserved = reserved.pop_all()
 
     def open(self) -> None:
         """Set the token of the run, which all children inherit. Begin empty logs.
@@ -228,6 +224,7 @@ class ThisMachine:
 
     def start_server(self, plan: ServerPlan) -> Child:
         env = {**plan.env, "CUDA_VISIBLE_DEVICES": self.gpus[plan.name]}
+        env[RESERVED_VARIABLE] = str(plan.port)
         address = plan.host, plan.port
         return LocalChild(plan.name, plan.command(*address), env, self._log(plan), address=address)
 
@@ -236,7 +233,7 @@ class ThisMachine:
         yield LocalChild("trainer", trainer, env) if isinstance(trainer, list) else trainer
 
     def close(self) -> None:
-        """Nothing was reserved."""
+        self._reserved.close()
 
 
 def supervise(config: RunConfig, plans: Sequence[ServerPlan], launcher: Launcher) -> int:
@@ -288,7 +285,7 @@ def supervise(config: RunConfig, plans: Sequence[ServerPlan], launcher: Launcher
                 raise ChildError("the trainer did not end after its server, or after other ranks")
             running[0].wait(POLL_S)
     except (ChildError, TomlError) as error:
-        say(f"error: {error}")
+        print(f"vf-rl: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # Ray, while it waits, raises one without a number in place of ours
         print(

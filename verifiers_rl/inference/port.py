@@ -2,16 +2,19 @@
 
 vLLM listens only after it has loaded the model, most of a minute later. Until then a bound socket
 does not help: it does not keep out a process that sets SO_REUSEADDR, and servers set it. So a name
-that stands for the port is reserved: an abstract socket of Linux. `vf-vllm` holds it from its start
-on, and `vf-rl` looks whether it is free. The name reaches as far as the port (one network
-namespace). It ends with the process that holds it, however the process dies, and leaves no file
-behind.
+that stands for the port is reserved: an abstract socket of Linux. The name reaches as far as the
+port (one network namespace). It ends with the process that holds it, however the process dies, and
+leaves no file behind.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
+
+# Set by `vf-rl` for its server: `vf-rl` holds the reservation, also while its server restarts.
+RESERVED_VARIABLE = "VERIFIERS_RL_RESERVED_PORT"
 
 
 class PortError(RuntimeError):
@@ -38,7 +41,7 @@ def reserve_port(host: str, port: int) -> tuple[int, socket.socket]:
             raise _error(host, port, error.strerror or str(error)) from error
         port = port or probe.getsockname()[1]
     reservation = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    if sys.platform == "linux":
+    if sys.platform == "linux" and os.environ.get(RESERVED_VARIABLE) != str(port):
         try:
             reservation.bind(f"\0verifiers_rl/port-{port}")
         except OSError as error:
