@@ -1,14 +1,18 @@
 """verifiers' interception endpoint in memory: as over HTTP, but without a socket."""
 
 import asyncio
-import json
 from contextlib import asynccontextmanager
+from functools import partial
 
 import aiohttp
 import pytest
 from aiohttp import web
 
-from verifiers_rl.envs.chat_harness import CHAT, RefusedError, post_in_memory
+from tests import test_environments_v1 as v1
+from verifiers_rl.envs import chat_harness
+from verifiers_rl.envs.chat_harness import CHAT, ChatHarness, RefusedError, post_in_memory
+
+tokenizer, on_the_path, play = v1.tokenizer, v1.on_the_path, v1.play  # fixtures
 
 
 @asynccontextmanager
@@ -42,14 +46,11 @@ def test_replies_are_those_of_the_socket():
             url = f"http://127.0.0.1:{runner.addresses[0][1]}"
             for secret in ("secret", "wrong"):
                 here = post_in_memory(runner, secret)
-                headers = {"Authorization": f"Bearer {secret}"}
+                there = partial(chat_harness.post_over_http, session, url, secret)
                 for path, size in ((CHAT, 3), (CHAT, 150_000), ("/nowhere", 3)):
                     body = {"text": "ä" * size}
                     found = await outcome(here, path, body)
-                    async with session.post(url + path, json=body, headers=headers) as reply:
-                        text = await reply.text()
-                    is_ok = reply.status == 200
-                    assert found == (json.loads(text) if is_ok else f"{reply.status}: {text}")
+                    assert found == await outcome(there, path, body)
                     assert isinstance(found, str) == (secret == "wrong" or path != CHAT)
 
     asyncio.run(ask())
@@ -79,3 +80,20 @@ def test_a_request_runs_in_a_task_of_its_own_and_ends_with_its_caller(is_callers
                     await caller
 
     asyncio.run(ask())
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_model_calls_of_the_chat_need_no_socket_in_a_run(play, monkeypatch, is_ours):
+    """verifiers' own commands have an interception server that is not one of our environment's."""
+    used = []
+    for way in (chat_harness.post_in_memory, chat_harness.post_over_http):
+
+        def spy(*arguments, way=way):
+            used.append(way.__name__)
+            return way(*arguments)
+
+        monkeypatch.setattr(chat_harness, way.__name__, spy)
+    if not is_ours:
+        monkeypatch.setattr(ChatHarness, "_endpoint_of", lambda *arguments: None)
+    play(num_rollouts=3)
+    assert used == ["post_in_memory" if is_ours else "post_over_http"] * 3

@@ -2,8 +2,7 @@
 
 verifiers' own `null` harness starts a Python process for each rollout. A harness may run without
 one, as long as all model calls go to the interception endpoint (`verifiers.v1.Harness.launch`). An
-agent with `harness = { id = "null" }` gets the harness of this module in a run; verifiers' own
-commands keep theirs.
+agent with `harness = { id = "null" }` gets the harness of this module.
 
 The endpoint is an aiohttp application in this process, and the chat of a run calls it in memory.
 Behind a socket, a call is parsed and written by an HTTP client and by an HTTP server, which takes
@@ -16,6 +15,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
@@ -87,11 +87,16 @@ class ChatHarness(Harness[ChatHarnessConfig]):
         data: Any,
         tool_interception_url: str | None = None,
     ) -> ProgramResult:
-        post = post_in_memory(self._endpoint_of(secret), secret)
-        tools, is_gated = Tools(self.config.tool_timeout, trace), tool_interception_url is not None
+        runner, tools = self._endpoint_of(secret), Tools(self.config.tool_timeout, trace)
         try:
             async with AsyncExitStack() as stack:
+                if runner is not None:
+                    post = post_in_memory(runner, secret)
+                else:  # verifiers' own commands play it too
+                    http = await stack.enter_async_context(aiohttp.ClientSession())
+                    post = partial(post_over_http, http, endpoint.removesuffix("/v1"), secret)
                 await tools.connect_all(stack, mcp_urls)
+                is_gated = tool_interception_url is not None
                 return await self._chat(post, ctx.model, data, tools, is_gated)
         except RefusedError as refused:
             return ProgramResult(1, "", str(refused))
@@ -101,11 +106,15 @@ class ChatHarness(Harness[ChatHarnessConfig]):
                 error = error.exceptions[0]
             raise error from None
 
-    def _endpoint_of(self, secret: str) -> web.AppRunner:
-        """Return the interception server at which a rollout with this secret is registered."""
-        serving: Any = self.config._env and self.config._env._interception
-        servers = getattr(serving, "servers", [serving])
-        return next(server.runner for server in servers if secret in server.sessions)
+    def _endpoint_of(self, secret: str) -> web.AppRunner | None:
+        """Return the interception server at which a rollout with this secret is registered; None
+        if that is not one of our environment's.
+        """
+        serving = getattr(self.config._env, "_interception", None)
+        for server in getattr(serving, "servers", [serving]):
+            if secret in getattr(server, "sessions", ()):
+                return server.runner
+        return None
 
     async def _chat(
         self, post: Post, model: str, data: Any, tools: Tools, is_gated: bool
@@ -155,6 +164,27 @@ class _ChatSession(HarnessSession):
 _protocols: WeakKeyDictionary[web.Server, web.RequestHandler] = WeakKeyDictionary()
 
 
+def reply_of(status: int, body: bytes) -> Any:
+    """Return the JSON of a reply.
+
+    Raises:
+        RefusedError: it is an error.
+    """
+    if status != 200:
+        raise RefusedError(f"{status}: {body.decode(errors='replace')}")
+    return json.loads(body)
+
+
+async def post_over_http(
+    http: aiohttp.ClientSession, root: str, secret: str, path: str, body: dict[str, Any]
+) -> Any:
+    """Post to the endpoint at this address, which is without /v1; see `Post`."""
+    headers = {"Authorization": f"Bearer {secret}"}
+    timeout = aiohttp.ClientTimeout(total=None)  # the rollout has a deadline
+    async with http.post(root + path, json=body, headers=headers, timeout=timeout) as reply:
+        return reply_of(reply.status, await reply.read())
+
+
 def post_in_memory(runner: web.AppRunner, secret: str) -> Post:
     """Return what calls the application without a socket. It raises whatever the application
     raises; an HTTP server would reply 500.
@@ -193,8 +223,6 @@ def post_in_memory(runner: web.AppRunner, secret: str) -> Post:
             if task.cancelled() and not caller.cancelling():
                 raise RefusedError("409: the rollout has ended") from None
             raise
-        if response.status != 200:
-            raise RefusedError(f"{response.status}: {response.body.decode(errors='replace')}")
-        return json.loads(response.body)
+        return reply_of(response.status, response.body)
 
     return post
