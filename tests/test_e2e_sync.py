@@ -7,8 +7,10 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -17,7 +19,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from tests.conftest import running_server, wait_until
+from tests.conftest import free_port, running_server, wait_until
 from tests.families import write_family
 from tests.helpers import (
     ROOT,
@@ -242,6 +244,28 @@ def test_weights_arrive_in_both_data_parallel_engines(models, connect, tmp_path,
             wait_until(lambda: not group_of(server), 30)
         else:
             check_a_killed_worker(model, sync, server)
+
+
+def test_a_server_that_is_killed_while_its_engine_starts_leaves_nothing(models, tmp_path):
+    command = [sys.executable, "-m", "verifiers_rl.inference.server", "--model", models[False]]
+    command += ["--port", free_port(), "--enforce-eager"]
+    with (tmp_path / "log").open("wb") as log:
+        options = {"stdout": log, "stderr": log, "start_new_session": True}
+        process = subprocess.Popen([*map(str, command)], **options)
+    server = SimpleNamespace(process=process)
+
+    def has_engine():
+        assert process.poll() is None
+        return any("EngineCor" in (path / "comm").read_text() for path in group_of(server))
+
+    try:
+        wait_until(has_engine, 240)
+        process.kill()
+        process.wait()
+        wait_until(lambda: not group_of(server), 60)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
