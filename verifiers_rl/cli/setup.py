@@ -124,7 +124,8 @@ def eject(folder: Path) -> int:
         f"       and {folder / 'my_orchestrator.py'}, a copy of orchestrator.py that it uses.\n"
         "Both run as they are. A TOML beside them uses them with these lines:\n\n"
         '[trainer]\nclass = "my_trainer:RLTrainer"\n\n'
-        "and a script beside them with `from my_trainer import RLTrainer`."
+        "and a script beside them with `from my_trainer import RLTrainer`.\n"
+        "docs/architecture.md says which method is for what."
     )
     return 0
 
