@@ -43,6 +43,10 @@ OURS = 'model = "org/small"\n[trainer.args]\nmax_steps = 3\n'
 FLAT = 'model = "org/small"\nmax_steps = 3\n'
 
 
+def bearer(key):
+    return {"Authorization": f"Bearer {key}"}
+
+
 @pytest.fixture
 def no_environments(monkeypatch):
     monkeypatch.delenv(SERVERS_VARIABLE, raising=False)
@@ -64,10 +68,10 @@ def test_environments_of_a_toml_learn_from_its_teachers(
     assert (sums.algorithm, sums.distill_coef, sums.hint) == ("opsd", 1.0, "It is {answer}.")
     big, old = words.teacher, sums.teacher
     assert (big.model, big.base_url) == ("org/big", "http://10.0.0.2:8000")
-    assert (big.key(), big.timeout_s, big.max_concurrent) == ("of the user", 300.0, 8)
+    assert (big.headers(), big.timeout_s, big.max_concurrent) == (bearer("of the user"), 300.0, 8)
     assert (old.model, old.base_url) == (str(tmp_path / "0" / "old"), "http://127.0.0.1:4321")
     # Its server may take as long as the others to load.
-    assert (old.key(), old.timeout_s, old.max_concurrent) == ("of the run", 77, 64)
+    assert (old.headers(), old.timeout_s, old.max_concurrent) == (bearer("of the run"), 77, 64)
     assert config.teachers[1].args == {"max_num_seqs": 16}
 
 

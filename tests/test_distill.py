@@ -17,7 +17,7 @@ from tests.helpers import StubRunner, load_example, make_request
 from tests.serving import in_thread, serving
 from verifiers_rl import RLConfig, WeightedEnv
 from verifiers_rl.distill import Distillation, Teacher
-from verifiers_rl.distill.teacher import check_vocabulary, teacher_advantages
+from verifiers_rl.distill.teacher import check_vocabulary, logprobs_of, teacher_advantages
 from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
 from verifiers_rl.envs.make import Environments, Part, make_runner
 from verifiers_rl.inference.client import (
@@ -99,8 +99,8 @@ def test_the_teachers_logprobs_are_those_of_exactly_these_tokens(monkeypatch):
 @pytest.mark.parametrize(
     "statuses, timeout_s, said",
     [
-        ((503, 429), 300.0, "does not answer (503 later); waiting up to 300 s"),
-        ((None,), 2.0, "waiting up to 2 s"),
+        ((503, 429), 300.0, "is not there (status 503: later); waiting"),
+        ((None,), 2.0, "waiting for it"),
     ],
 )
 def test_a_teacher_that_is_busy_or_whose_answer_was_lost_is_asked_again(
@@ -114,9 +114,9 @@ def test_a_teacher_that_is_busy_or_whose_answer_was_lost_is_asked_again(
 def test_a_teacher_that_stays_away_ends_the_run_with_one_line():
     with pytest.raises(InferenceServerError) as raised:
         ask([5, 3], statuses=(503,) * 50, timeout_s=0.5)
-    said = r"teacher 'big' at http://\S+: no answer within 0\.5 s \(timeout_s\): 503 later"
+    said = r"teacher 'big' at http://\S+: no answer in 0\.5 s \(timeout_s\), at last 503 'later'"
     assert re.match(said, str(raised.value)) and "\n" not in str(raised.value)
-    with pytest.raises(InferenceServerError, match=r"0\.3 s .*Connection error.* Start it again"):
+    with pytest.raises(InferenceServerError, match=r"0\.3 s .*Cannot connect.*; start it again"):
         ask([5, 3], base_url=f"http://127.0.0.1:{free_port()}/v1/", timeout_s=0.3)
 
 
@@ -162,18 +162,35 @@ def test_a_wrong_reply_is_an_error_and_never_a_number(change, problem):
 
 
 def test_a_teacher_that_refuses_is_asked_once():
-    with pytest.raises(InferenceServerError, match="refuses: 400 later"):
+    with pytest.raises(InferenceServerError, match="refuses: status 400: later"):
         ask([5, 3], statuses=(400,))
-    with pytest.raises(InferenceServerError, match="401 later; set key_variable"):
+    with pytest.raises(InferenceServerError, match="status 401: later; set key_variable"):
         ask([5, 3], statuses=(401,))
 
 
 def test_the_key_of_a_teacher_is_read_from_its_variable(monkeypatch):
     with pytest.raises(InferenceServerError, match="NO_SUCH_KEY is not set"):
-        Teacher("big", "http://host", key_variable="NO_SUCH_KEY").key()
+        Teacher("big", "http://host", key_variable="NO_SUCH_KEY").headers()
     monkeypatch.setenv(TOKEN_VARIABLE, "of the run")
-    assert Teacher("big", "http://host", key_variable=TOKEN_VARIABLE).key() == "of the run"
-    assert Teacher("big", "http://host").key() == "none"
+    assert Teacher("big", "http://host", key_variable=TOKEN_VARIABLE).headers() == {
+        "Authorization": "Bearer of the run"
+    }
+    assert Teacher("big", "http://host").headers() == {}
+
+
+def test_without_its_key_a_teacher_is_not_opened_and_can_be_closed():
+    async def run():
+        teacher = Teacher("big", "http://host", key_variable="NO_SUCH_KEY")
+        scorer = connected(Distillation(teacher), "http://unused")
+        try:
+            await scorer.open()
+        finally:
+            await scorer.close()
+
+    with pytest.raises(InferenceServerError, match="NO_SUCH_KEY is not set"):
+        asyncio.run(run())
+    with pytest.raises(ValueError, match="line 1"):  # a body that was cut
+        logprobs_of('{"choices":', [5, 3])
 
 
 # --- Advantages -----------------------------------------------------------------------------------
@@ -309,7 +326,7 @@ def test_the_teacher_of_opsd_reads_the_hint_before_the_rollouts_own_tokens(token
 
 def test_a_lost_own_server_is_the_trainers_to_wait_for():
     for status in (404, 503):
-        with pytest.raises(ServerLostError, match=f"{status} later"):
+        with pytest.raises(ServerLostError, match=f"status {status}: later"):
             ask([5, 3], statuses=(status,), is_own=True)
     with pytest.raises(
         InferenceServerError, match="--max-model-len above max_seq_len, and the hint"
@@ -385,7 +402,9 @@ def test_logprobs_that_cannot_be_compared_are_refused(options):
     args = RLConfig(**{**run, **options})
     env = [WeightedEnv(StubRunner(), "env", scorer=Distillation(TEACHER))]
     name = next(iter(options))
-    with pytest.raises(InvalidEnvironmentError, match=f"temperature 1 without cuts, and {name}"):
+    with pytest.raises(
+        InvalidEnvironmentError, match=f"temperature 1 without cuts; remove .*{name}"
+    ):
         make_runner(env, "http://host", None, args)
 
 
@@ -399,5 +418,5 @@ def test_a_policy_with_several_servers_is_not_its_own_teacher():
     with pytest.raises(InvalidEnvironmentError, match="cannot be its own teacher"):
         make_runner(env, "http://host", None, args)
     args.vllm_servers, runner.example = None, None
-    with pytest.raises(InvalidEnvironmentError, match="a method `async example"):
+    with pytest.raises(InvalidEnvironmentError, match="`async example"):
         make_runner(env, "http://host", None, args)

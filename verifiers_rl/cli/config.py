@@ -250,8 +250,8 @@ class EnvTable(Table):
 # Flags of a server that have a place of their own.
 _OF_SERVER = {
     "model": "it is a key of its own",
-    "host": "set vllm_server_host in [trainer.args] for the policy's server",
-    "port": "set vllm_server_port in [trainer.args] for the policy's server",
+    "host": "vf-rl chooses it; that of the policy is vllm_server_host in [trainer.args]",
+    "port": "vf-rl chooses it; that of the policy is vllm_server_port in [trainer.args]",
 }
 
 
@@ -312,8 +312,9 @@ class TrainConfig(Table):
 
     @classmethod
     def advise(cls, key: str, known: list[str]) -> str:
-        flags = ("resume", "overwrite", "dry_run", "check")
-        return did_you_mean(key, flags, nearest_hint(key, {*known, *flat.FLAT}))
+        flags = ("--resume", "--overwrite", "--dry-run", "--check")
+        near = nearest_hint(key, {*known, *flat.FLAT})
+        return did_you_mean(f"--{key.replace('_', '-')}", flags, near)
 
     @property
     def layers(self) -> Layers:

@@ -45,6 +45,7 @@ from verifiers_rl.cli.plan import (
 from verifiers_rl.cli.resolved import dry_run, write_resolved
 from verifiers_rl.cli.supervise import LOGS, TOKEN, ThisMachine, supervise
 from verifiers_rl.inference.client import TOKEN_VARIABLE
+from verifiers_rl.process.interrupts import Interrupted
 from verifiers_rl.process.terminal import print_all_characters
 from verifiers_rl.report.run_folder import RunFolderError, read_metrics
 
@@ -79,6 +80,8 @@ def main() -> None:
         sys.exit(run())
     except (TomlError, RunFolderError) as error:
         fail(error)
+    except Interrupted:
+        raise
     except KeyboardInterrupt as interrupt:
         print("\nvf-rl: interrupted before the run started", file=sys.stderr)
         sys.exit(128 + (interrupt.args or [signal.SIGINT])[0])

@@ -91,9 +91,11 @@ def make_scorers(config: RunConfig, are_started: bool = True) -> dict[int, Disti
 
     for number, env in enumerate(config.envs):
         at = config.path_of_env(number)
-        if env.teacher is not None and env.teacher not in teachers:
+        if env.teacher is not None and env.teacher not in [*teachers]:
             hint = nearest_hint(str(env.teacher), teachers) if teachers else "add one"
             raise config.layers.error((*at, "teacher"), f"is the name of no [[teacher]]; {hint}")
+        if env.learns and env.only == "eval":
+            raise config.layers.error(at, "only='eval': evaluations ask no teacher; remove one")
         if env.learns:
             scorers[number] = read_table(config.layers, at, make)
     return scorers

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import logging
 import os
 import time
@@ -18,8 +19,8 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
+import aiohttp
 import numpy as np
-from openai import APIError, AsyncOpenAI, DefaultAsyncHttpxClient
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
@@ -63,13 +64,13 @@ class Teacher:
     def __str__(self) -> str:
         return f"teacher {self.model!r} at {self.base_url}"
 
-    def key(self) -> str:
-        """Return the API key, or "none". Raises InferenceServerError if the variable is not set."""
-        if self.key_variable == TOKEN_VARIABLE:
-            return generation_key(self.base_url)
-        if key := os.environ.get(self.key_variable, "") if self.key_variable else "none":
-            return key
-        raise InferenceServerError(f"{self}: {self.key_variable} is not set; set it to the API key")
+    def headers(self) -> dict[str, str]:
+        """Return those with the key. Raises InferenceServerError if its variable is not set."""
+        key = os.environ.get(self.key_variable, "")
+        key = generation_key(self.base_url) if self.key_variable == TOKEN_VARIABLE else key
+        if self.key_variable and not key:
+            raise InferenceServerError(f"{self}: {self.key_variable} is not set; set it to the key")
+        return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def check_vocabulary(teacher: Teacher, tokenizer: Any) -> None:
@@ -86,11 +87,11 @@ def check_vocabulary(teacher: Teacher, tokenizer: Any) -> None:
         raise InferenceServerError(f"{teacher}: {problem}")
 
 
-def logprobs_of(reply: Any, token_ids: list[int]) -> np.ndarray:
+def logprobs_of(text: str, token_ids: list[int]) -> np.ndarray:
     """Return the logprobs of a prompt's tokens from a reply of vLLM, (T,) float64; NaN for the
     first one. Raises an error if the reply is of other tokens, or a logprob is no finite number.
     """
-    entries = reply["choices"][0]["prompt_logprobs"][1:]
+    entries = json.loads(text)["choices"][0]["prompt_logprobs"][1:]
     tokens = zip(token_ids[1:], entries, strict=True)
     values = np.array([entry[str(token)]["logprob"] for token, entry in tokens], np.float64)
     if len(wrong := values[~((values > LOWEST_LOGPROB) & (values <= 1e-3))]):
@@ -166,41 +167,38 @@ class Distillation:
         changed = ["temperature"] * (args.temperature != 1.0)
         changed += plain.sampling_changes_probabilities() + ["sampling_mask"] * args.sampling_mask
         if changed:
-            problem = "a teacher's logprobs are those of temperature 1 without cuts, and "
-            problem += f"{', '.join(changed)} makes the student's others; remove it"
+            problem = f"teachers have temperature 1 without cuts; remove {', '.join(changed)}"
         elif self.hint and example is None:
-            problem = "the fields of its examples, for the hint, are not known here; leave out "
-            problem += "python=..., or give an EnvRunner a method `async example(split, index)`"
+            problem = "the hint needs examples: no python, or `async example(split, index)`"
         elif self.teacher is None and len(args.servers()) > 1:
             problem = "with several servers, the policy cannot be its own teacher; set teacher"
         if problem:
             what = f"environment {options.name!r}: algorithm={self.algorithm!r}"
             raise InvalidEnvironmentError(f"{what}: {problem}")
         own = ("policy", options.base_url, TOKEN_VARIABLE, args.generation_timeout)
-        self._model = self.teacher or Teacher(*own)
+        self._model, self._is_away = self.teacher or Teacher(*own), False
+        self._http: Any = None
         if self.teacher is not None and options.tokenizer is not None:
             check_vocabulary(self.teacher, options.tokenizer)
 
     async def open(self) -> None:
         """Raises InferenceServerError if the variable of the teacher's key is not set."""
-        url = self._model.base_url
-        # A proxy that is set for the internet is not for this machine.
-        http = DefaultAsyncHttpxClient(trust_env=urlsplit(url).hostname not in LOOPBACK)
-        key, each_s = self._model.key(), self._model.timeout_s / 2  # an answer may get lost once
-        self._http = AsyncOpenAI(
-            base_url=f"{url}/v1", api_key=key, http_client=http, timeout=each_s, max_retries=0
+        host, headers = urlsplit(self._model.base_url).hostname, self._model.headers()
+        self._places = asyncio.Semaphore(self._model.max_concurrent)
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3),  # the server's is 5
+            headers=headers,
+            trust_env=host not in LOOPBACK,  # a proxy for the internet is not for this machine
+            timeout=aiohttp.ClientTimeout(self._model.timeout_s / 2),  # an answer may get lost once
         )
-        self._places, self._is_away = asyncio.Semaphore(self._model.max_concurrent), False
 
     async def close(self) -> None:
-        await self._http.close()
+        if self._http is not None:
+            await self._http.close()
 
     async def score(self, group: Sequence[Rollout], request: GroupRequest) -> None:
         """Set `added_advantages` of each rollout, and its metrics `teacher_kl`, nats, and
-        `teacher_s`, seconds until the teacher's last reply.
-
-        Raises:
-            InferenceServerError: the teacher's answer is late or wrong.
+        `teacher_s`, seconds until the teacher's last reply. Raises what `logprobs` does.
         """
         hint = await self._hint_tokens(request.index) if self.hint else []
         model = request.model if self.teacher is None else None
@@ -243,41 +241,41 @@ class Distillation:
         """
         body = {"model": model, "prompt": token_ids.tolist(), "prompt_logprobs": 0}
         body |= {"max_tokens": 1, "temperature": 1.0}
-        loop, pause_s = asyncio.get_running_loop(), FIRST_PAUSE_S
-        async with self._places:
-            deadline = loop.time() + self._model.timeout_s
-            while True:
-                try:
-                    reply: Any = await self._http.post("/completions", body=body, cast_to=object)
-                    break
-                except APIError as error:
-                    self._raise_unless_busy(error, deadline - loop.time() > pause_s)
-                await asyncio.sleep(pause_s)  # there is nothing to await
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-        self._is_away = False
+        url, status = f"{self._model.base_url}/v1/completions", 0
+        said, pause_s, timeout_s = "nothing came", FIRST_PAUSE_S, self._model.timeout_s
         try:
-            return await asyncio.to_thread(logprobs_of, reply, body["prompt"])
+            async with self._places, asyncio.timeout(timeout_s):
+                while status != 200:
+                    try:
+                        async with self._http.post(url, json=body, allow_redirects=False) as reply:
+                            status, said = reply.status, await reply.text()
+                    except (aiohttp.ClientError, TimeoutError) as error:
+                        status, said = 0, str(error) or type(error).__name__
+                    if status != 200:
+                        self._raise_unless_busy(status, said)
+                        await asyncio.sleep(pause_s)  # there is nothing to await
+                        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            return await asyncio.to_thread(logprobs_of, said, body["prompt"])
+        except TimeoutError as error:
+            problem = f"no answer in {timeout_s:g} s (timeout_s), at last {status} {said[:300]!r}"
+            raise InferenceServerError(f"{self._model}: {problem}; start it again") from error
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             problem = f"does not answer as vLLM does: {error!r}; is it a vLLM server of its model?"
             raise InferenceServerError(f"{self._model} {problem}") from error
 
-    def _raise_unless_busy(self, error: APIError, has_time: bool) -> None:
+    def _raise_unless_busy(self, status: int, said: str) -> None:
         """Raise what ends the wait for a teacher; else say once that there is one."""
-        status = getattr(error, "status_code", 503)
-        problem = " ".join(f"{getattr(error, 'status_code', '')} {error}".split())
-        if self.teacher is None and (status == 404 or status >= 500):  # 404: one that started anew
-            raise ServerLostError(f"{self._model}: {problem}") from error
-        if 400 <= status < 500 and status != 429:
-            hint = "is the model right, and its --max-model-len above max_seq_len, and the hint?"
+        problem = f"status {status}: {' '.join(said.split())[:300]}"
+        if self.teacher is None and (status in (0, 404) or status >= 500):  # 404: it started anew
+            raise ServerLostError(f"{self._model}: {problem}")
+        if 300 <= status < 500 and status != 429:
+            hint = "; is the model right, and its --max-model-len above max_seq_len, and the hint?"
             if status in (401, 403):
-                hint = f"set key_variable to its key's variable ({TOKEN_VARIABLE} of a vf-vllm)"
-            raise InferenceServerError(f"{self._model} refuses: {problem}; {hint}") from error
-        limit = f"{self._model.timeout_s:g} s (timeout_s)"
-        if not has_time:
-            fix = "Start it again, correct its base_url, or raise its timeout_s; then resume"
-            raise InferenceServerError(f"{self._model}: no answer within {limit}: {problem}. {fix}")
+                hint = f"; set key_variable to its key's variable ({TOKEN_VARIABLE} of a vf-vllm)"
+            hint *= "prompt_logprobs" not in problem  # vf-vllm says what to do
+            raise InferenceServerError(f"{self._model} refuses: {problem}{hint}")
         if not self._is_away:
-            logger.warning("%s does not answer (%s); waiting up to %s", self._model, problem, limit)
+            logger.warning("%s is not there (%s); waiting for it", self._model, problem)
         self._is_away = True
 
     async def _hint_tokens(self, index: int) -> list[int]:

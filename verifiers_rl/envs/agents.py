@@ -98,8 +98,8 @@ class AgentHarness(vf.Harness[AgentHarnessConfig]):
         try:
             answer = await playing
         except Exception:
-            refused = [one.error.message for one in trace.calls if one.error is not None]
-            if not any(CONTEXT in message for message in refused):
+            last = trace.calls[-1].error if trace.calls else None
+            if last is None or CONTEXT not in last.message:
                 raise
             answer = None
             trace.stop("context_length")  # max_seq_len cuts the rollout, and it is trained

@@ -215,8 +215,9 @@ def clear_run_folder(output_dir: str | Path) -> None:
     """
     folder = Path(output_dir).expanduser()
     patterns = [RUN, METRICS, _ROLLOUTS, UNFINISHED, ABANDONED]
-    if saved := read_run(folder).get("save_final"):
-        patterns += [*MODEL_FILES, *([MERGED] if saved == "merged" else [])]
+    with suppress(json.JSONDecodeError):  # a disk that lost power; it is removed
+        if saved := read_run(folder).get("save_final"):
+            patterns += [*MODEL_FILES, *([MERGED] if saved == "merged" else [])]
     found = [path for pattern in patterns for path in folder.glob(pattern)]
     for path in [*found, *checkpoints_of(folder)]:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
