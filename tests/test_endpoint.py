@@ -26,9 +26,11 @@ async def started(handler):
     await runner.cleanup()
 
 
-async def outcome(post, body):
+async def outcome(post, path, body):
     try:
-        return await post(CHAT, body)
+        return await post(path, body)
+    except web.HTTPNotFound:  # an HTTP server makes a reply of it
+        return "404: 404: Not Found"
     except RefusedError as refused:
         return str(refused)
 
