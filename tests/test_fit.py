@@ -8,6 +8,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from benchmarks.step_memory import Counter
 from tests.helpers import make_samples, make_tiny_llama
 from tests.reference import (
+    LOSS_OPTIONS,
     batch_gradients,
     check_against_reference,
     move_away,
@@ -39,11 +40,16 @@ def give(monkeypatch):
 DEFAULT = {"micro_batch_size": None}  # 8 samples of 32 tokens
 
 
+# With 2 layers, a token takes 2, 1.525 or 1.05 times what a forward keeps of it, with checkpoints
+# of none, one or both.
 @pytest.mark.parametrize(
     ("options", "room", "tokens", "checkpoints"),
     [
         (DEFAULT, 1000, 256, 0),
+        (DEFAULT, 200, 100, 0),
         (DEFAULT, 100, 65, 1),
+        (DEFAULT, 70, 66, 2),
+        (DEFAULT, 40, 38, 2),
         (DEFAULT, 10, 32, 2),  # a whole sample, which does not fit
         ({"micro_batch_size": 4}, 200, 128, 1),
         ({"max_tokens_per_microbatch": 50}, 200, 50, 0),
@@ -58,19 +64,42 @@ def test_tokens_and_checkpoints_follow_from_free_memory(
     assert trainer.tried_support.token_budget is None  # on a CPU nothing is chosen
     give(trainer, room)
     del trainer.tried_support
+    capsys.readouterr()
     assert trainer.tried_support.token_budget == tokens
     layers = trainer.model.model.layers
     assert ["forward" in vars(layer) for layer in layers] == [n < checkpoints for n in range(2)]
-    assert ("may not suffice" in capsys.readouterr().out) == (room == 10)
+    (line,) = capsys.readouterr().out.splitlines()
+    again = 2 if options.get("gradient_checkpointing") else checkpoints
+    assert line.startswith(f"step: at most {tokens} tokens in a forward pass, {again} of 2 layers ")
+    assert ("may not suffice" in line) == (room == 10)
 
 
-def test_the_gradient_is_the_same_with_what_was_chosen(make_trainer, give):
+def test_a_step_of_which_backward_needs_only_the_head_takes_all_tokens(make_trainer, monkeypatch):
+    model = make_tiny_llama()
+    model.model.requires_grad_(False)
+    trainer = make_trainer(model, use_lora=False, **DEFAULT)
+    monkeypatch.setattr(forward, "free_bytes", lambda device: 2**33)
+    assert forward.saved_bytes(model, 64) == 0
+    assert trainer.tried_support.token_budget == 256
+    monkeypatch.setattr(forward, "decoder_blocks", lambda base: [])  # of an unknown model
+    del trainer.tried_support
+    assert trainer.tried_support.token_budget is None
+
+
+@pytest.mark.parametrize("use_lora", [False, True])
+def test_the_gradient_is_the_same_with_what_was_chosen(make_trainer, give, use_lora):
     samples = with_logprobs_near(make_tiny_llama(), make_samples(9, seed=3, longest=20), 1.0)
-    trainer = make_trainer(make_tiny_llama(), use_lora=True, temperature=1.0, **DEFAULT)
+    trainer = make_trainer(
+        make_tiny_llama(), use_lora=use_lora, lora_rank=4, temperature=1.0,
+        loss="ppo", loss_args=LOSS_OPTIONS["ppo"], **DEFAULT,
+    )  # fmt: skip
     give(trainer, 100)
     move_away(trainer)
-    row = check_against_reference(trainer, make_tiny_llama, samples)
-    assert trainer.tried_support.token_budget == 65 and row["num_microbatches"] > 1
+    check_against_reference(trainer, make_tiny_llama, samples)
+    assert (
+        trainer.tried_support.token_budget == 65
+        and trainer._window.steps[0]["num_microbatches"] > 1
+    )
 
 
 def make_deep_model():
