@@ -179,9 +179,9 @@ from verifiers_rl.cli import ending, train
 def wait(*command):
     names = ("RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
     assert "VERIFIERS_RL_DIE_WITH_PARENT" not in os.environ
-    Path(sys.argv[1], f"rank-{os.environ['RANK']}").write_text(
-        " ".join(os.environ[name] for name in names)
-    )
+    written = Path(sys.argv[1], f"writing-{os.environ['RANK']}")
+    written.write_text(" ".join(os.environ[name] for name in names))
+    written.rename(Path(sys.argv[1], f"rank-{os.environ['RANK']}"))
     try:
         time.sleep(300)
     finally:
