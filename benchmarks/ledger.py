@@ -261,7 +261,7 @@ def train(
         "step_s": statistics.median(row["step_s"] for row in steps),
         "mismatch_kl": mean("mismatch_kl"),
         "entropy": mean("entropy"),
-        "masked_share": mean(shares[0]) if shares else 0.0,
+        "masked_share": max(map(mean, shares), default=0.0),  # of the mask that masks most
         **curve_of(steps, f"env/{score_of(task)}"),
     }
 
@@ -331,13 +331,18 @@ def run_all(
 
 
 def machine() -> str:
-    """Return the number of cores and their kind."""
+    """Return the number of cores and their kind. Two kinds of one name, of which one has AVX-512,
+    round a warm start differently, so family and model are part of it.
+    """
     kind = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
+        facts: dict[str, str] = {}
         for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                kind = " ".join(line.partition(":")[2].split())
-                break
+            name, _, value = line.partition(":")
+            facts.setdefault(name.strip(), " ".join(value.split()))
+        if "model name" in facts:
+            numbers = f"{facts.get('cpu family', '?')}.{facts.get('model', '?')}"
+            kind = f"{facts['model name']} {numbers}"
     return f"{os.cpu_count()} x {kind}"
 
 

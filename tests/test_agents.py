@@ -194,6 +194,15 @@ def test_agents_play_in_rollout_workers(tmp_path, tokenizer, on_the_path):  # no
     assert "SystemExit" in str(exits.error) and "StopIteration" in str(ends.error)
 
 
+@pytest.mark.parametrize(
+    "words", [["bash", "-c"], ["node", "-e"], ["nodejs", "--eval"], ["perl", "-wne"], ["php", "-r"]]
+)
+def test_a_row_is_no_code(words):
+    table = {"id": "small_tasks", "command": [*words, "print {prompt}", "{prompt}"]}
+    with pytest.raises(InvalidEnvironmentError, match="behind the code, where it is data"):
+        load_agent_environment(table)
+
+
 def test_columns_that_there_are_not_are_named_at_the_start(tmp_path):
     with pytest.raises(InvalidEnvironmentError, match="'promt' is no column of the tasks: idx, "):
         program(tmp_path, "", "{promt}")

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM
+from peft import AutoPeftModelForCausalLM, LoraConfig
 from transformers import TrainingArguments
 
 from tests.helpers import StubSource, make_tiny_model, weights_of
@@ -98,9 +98,30 @@ REFERENCE = r"met a None: .* write @needs\(\"reference_logprobs\"\) above it"
             lambda inputs: LossOutputs(inputs.trainer_logprobs.sum(), {"x": 1.0}),
             "the metric 'x' of float; expected one number a token",
         ),
+        *(
+            (
+                lambda inputs, name=name: LossOutputs(
+                    inputs.trainer_logprobs.sum(), {name: inputs.advantages}
+                ),
+                rf"the loss returns a metric \{{'{name}'\}}, a name that the step's own have",
+            )
+            for name in ("reward", "grad_norm", "entropy")
+        ),
         (lambda inputs: inputs.trainer_logprobs.sum(), "returned Tensor; expected LossOutputs"),
     ],
 )
 def test_a_loss_that_breaks_its_contract_is_told_so(make_trainer, loss, message):
     with pytest.raises((TypeError, ValueError), match=message):
         make_trainer(loss_fn=loss).train()
+
+
+@pytest.mark.parametrize("options", [{"init_lora_weights": "pissa"}, {"bias": "all"}])
+def test_an_adapter_that_changes_the_reference_is_refused_where_a_loss_has_one(
+    make_trainer, options
+):
+    config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **options)
+    given = {"peft_config": config, "lora_sync": "merged", "use_lora": True}
+    make_trainer(**given)
+    (name,) = options
+    with pytest.raises(ConfigError, match=f"peft_config.{name}=.*which are the reference"):
+        make_trainer(kl_beta=0.1, **given)

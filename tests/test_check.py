@@ -21,7 +21,7 @@ def check_with(tmp_path, monkeypatch):
     (tmp_path / "logs").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "logs"))
 
-    def check_with(status=0, mismatch=0.001):
+    def check_with(status=0, mismatch=0.001, num_steps=2):
         path = tmp_path / "rl.toml"
         path.write_text(
             'model = "./model"\n[env]\nid = "e"\n[inference]\ngpus = 0\n[trainer]\ngpus = 0\n'
@@ -36,8 +36,9 @@ def check_with(tmp_path, monkeypatch):
             folder = Path(args.output_dir)
             (folder / "logs").mkdir()
             (folder / "logs" / "inference.log").write_text("of the server")
-            rows = [{"step": step, "mismatch_kl": mismatch} for step in (1, 2)]
-            write_metrics(folder / "metrics.jsonl", rows)
+            rows = [{"step": step, "mismatch_kl": mismatch} for step in (1, 2)][:num_steps]
+            if num_steps is not None:
+                write_metrics(folder / "metrics.jsonl", rows)
             return status
 
         monkeypatch.setattr(rl, "run_anywhere", run)
@@ -52,6 +53,7 @@ def check_with(tmp_path, monkeypatch):
         ({"status": 3}, "to fix: status 3; the servers' output is in"),
         ({"mismatch": 0.3}, "to fix: mismatch_kl above 0.02: docs/mismatch.md"),
         ({"mismatch": float("nan")}, "to fix: mismatch_kl above 0.02"),
+        ({"num_steps": 0}, "to fix: no step had a token to train on: all rewards of a group"),
     ],
 )
 def test_what_is_wrong_is_said_and_keeps_the_servers_logs(check_with, tmp_path, capsys, how, said):
@@ -60,6 +62,11 @@ def test_what_is_wrong_is_said_and_keeps_the_servers_logs(check_with, tmp_path, 
     (log,) = (tmp_path / "logs").glob("*/*")
     assert log.read_text() == "of the server"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "model", "rl.toml"]
+
+
+def test_a_trainer_on_another_machine_has_said_how_the_check_went(check_with, tmp_path):
+    (tmp_path / "run").mkdir()  # whose folder may be the only one that can be written
+    assert check_with(num_steps=None) == 0 and not list((tmp_path / "run").iterdir())
 
 
 @pytest.mark.e2e

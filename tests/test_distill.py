@@ -320,8 +320,12 @@ def test_the_teacher_of_opsd_reads_the_hint_before_the_rollouts_own_tokens(token
         assert body["model"] == "adapter"
         wanted = expected(sample, theirs_of(sample), 1.0)  # the stand-in looks one token back
         assert rollout.added_advantages == pytest.approx(wanted, abs=1e-6)
-    with pytest.raises(InvalidEnvironmentError, match=r"'taught'.*'reply'.*fields answer, data"):
-        asyncio.run(run("{reply}"))
+    for hint, problem in (("{reply}", "'reply'.*fields answer, data"), ("{answer[9]}", "IndexErr")):
+        with pytest.raises(InvalidEnvironmentError, match=f"'taught'.*{problem}"):
+            asyncio.run(run(hint))
+    tokenizer.chat_template = "{{ raise_exception('no system message') }}"
+    with pytest.raises(InvalidEnvironmentError, match=r"'taught': hint=.*no system message"):
+        asyncio.run(run("The answer is {answer}."))
 
 
 def test_a_lost_own_server_is_the_trainers_to_wait_for():
@@ -363,6 +367,7 @@ TAUGHT = partial(Distillation, TEACHER)
         (BIG, {"max_concurrent": 0}, r"max_concurrent\n.* greater than or equal to 1"),
         (Distillation, {"algorithm": "opsd"}, "algorithm='opsd', hint='': 'opsd' needs a hint"),
         (TAUGHT, {"hint": "x"}, "algorithm='opd', hint='x'"),
+        (Distillation, {"algorithm": "opsd", "hint": "{"}, "Single '{' encountered"),
         (TAUGHT, {"distill_coef": 0}, r"distill_coef\n.* greater than 0"),
         (TAUGHT, {"distill_coef": math.inf}, r"distill_coef\n.* finite number"),
     ],
@@ -375,6 +380,14 @@ def test_a_teacher_or_a_distillation_that_cannot_work_is_refused(make, options, 
 def test_a_scorer_of_evaluations_is_refused():
     with pytest.raises(InvalidEnvironmentError, match=r"'words'.*no effect beside only='eval'"):
         WeightedEnv("reverse_text", "words", only="eval", scorer=Distillation(TEACHER))
+
+
+def test_a_distillation_has_one_environment():
+    """It has the examples of that one, which a hint names."""
+    one, runner = Distillation(TEACHER), StubRunner()
+    parts = [Part(WeightedEnv(runner, name, scorer=one), runner) for name in "ab"]
+    with pytest.raises(InvalidEnvironmentError, match=r"one scorer, .* given to two environments"):
+        Environments(parts)
 
 
 def test_a_group_may_wait_for_the_slowest_teacher():

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from tests.conftest import free_port, processes_of, wait_until
 from tests.helpers import ROOT, environment_with
 from verifiers_rl.cli import train
+from verifiers_rl.cli.ending import end_with
 from verifiers_rl.process.interrupts import Interrupted
 
 # --- vf-train -------------------------------------------------------------------------------------
@@ -193,6 +195,15 @@ train.train, ending.SAVE_GRACE_S = wait, 1.0
 ending.end_with.__defaults__ = (1.0,)
 train.main()
 """
+
+
+def test_a_sandbox_without_pidfds_is_no_error(monkeypatch):
+    def refused(pid):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "pidfd_open", refused)
+    end_with([os.getpid()])
+    assert not [one for one in threading.enumerate() if one.name == "end_with"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs pidfds")

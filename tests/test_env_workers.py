@@ -33,7 +33,7 @@ from tests.test_environments_v1 import (  # noqa: F401
     on_the_path,
     running,
 )
-from tests.troubled_env import QUESTIONS, TroubledEnv
+from tests.troubled_env import NOBODY, QUESTIONS, TroubledEnv
 from verifiers_rl import RLConfig, WeightedEnv, env_from
 from verifiers_rl.envs import workers
 from verifiers_rl.envs.base import (
@@ -232,6 +232,8 @@ def test_a_stopped_worker_is_ended_and_its_groups_begin_again(tmp_path, impatien
 def test_an_environment_that_a_worker_cannot_make_is_one_error(tmp_path, monkeypatch):
     with pytest.raises(InvalidEnvironmentError, match=r"'env', in a worker: .*a file"):
         survive(tmp_path, None, makers=os.getpid())
+    with pytest.raises(InvalidEnvironmentError, match="ended with status 9; see its output above"):
+        survive(tmp_path, None, makers=NOBODY)
     monkeypatch.setattr(workers, "LOAD_S", 0.05)
     with pytest.raises(InvalidEnvironmentError, match="not loaded within"):
         survive(tmp_path, None, timeout_s=0.05, load_s=60.0)
@@ -422,6 +424,16 @@ def test_a_rollout_in_a_worker_holds_one_place_of_the_run(tmp_path):
 
     # Two rollouts of 0.2 s, one after the other.
     assert survive(tmp_path, use, places=places) > 0.38
+    assert progress.num_done == 2
+
+
+def test_a_rollout_that_begins_again_with_its_group_is_counted_once(tmp_path):
+    progress = Progress()
+
+    async def use(run, pool):
+        return await run("die late", progress=progress)
+
+    assert [rollout.num_restarts for rollout in survive(tmp_path, use)] == [1, 1]
     assert progress.num_done == 2
 
 

@@ -57,6 +57,10 @@ def test_a_runner_of_ones_own_is_run_as_it_is(capsys):
     mix = [WeightedEnv(own, "mine", 3.0), WeightedEnv(several, "other")]
     mixed = make_runner(mix, "http://unused", None, args)
     assert (mixed.weights, mixed.sizes("train")) == ([3.0, 0.25, 0.75], [10, 2, 5])
+    with pytest.raises(
+        InvalidEnvironmentError, match=r"'other': eval_examples is for one .* has 2"
+    ):
+        make_runner([WeightedEnv(several, "other", eval_examples=1)], "http://unused", None, args)
     lacking = SimpleNamespace(run_group=own.run_group, sizes=own.sizes, close=own.close)
     with pytest.raises(InvalidEnvironmentError, match="SimpleNamespace has no weights, open"):
         make_runner(lacking, "http://unused", None, args)

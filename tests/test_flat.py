@@ -186,10 +186,16 @@ def test_what_a_table_leaves_out(compose, text, ours):
 def test_environments_of_evaluations_have_limits_of_their_own(compose):
     envs = 'model = "m"\n[[env]]\nid = "a"\n[eval]\n{}'
     envs += '[[eval.env]]\nid = "b"\n[[eval.env]]\nid = "c"\nnum_examples = 30\n'
+    envs += '[[eval.env]]\nid = "d"\neval_examples = 5\n'
     for own, limit in (("num_examples = 20\n", 20), ("", 256)):
         config = compose(envs.format(own))
         found = [(env.own_name, env.only, env.eval_examples) for env in config.envs]
-        assert found == [("a", "train", None), ("b", "eval", limit), ("c", "eval", 30)]
+        assert found == [
+            ("a", "train", None),
+            ("b", "eval", limit),
+            ("c", "eval", 30),
+            ("d", "eval", 5),
+        ]
         assert config.trainer.args["eval_examples"] == max(limit, 30)
     with pytest.raises(TomlError, match=r"/1/config\.toml: \[eval\] env: write \[\[eval.env\]\]s"):
         compose('model = "m"\n[env]\nid = "e"\n', '[[eval.env]]\nid = "f"\n')

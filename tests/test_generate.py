@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import json
 import shutil
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -19,7 +20,7 @@ from verifiers_rl.cli.config import load_run_config
 from verifiers_rl.cli.plan import SERVERS_VARIABLE, assign_gpus, plan_servers
 from verifiers_rl.envs.played import PlayedEnvironment
 from verifiers_rl.sft import generate as module
-from verifiers_rl.sft.conversations import Tokenization, read_dataset
+from verifiers_rl.sft.conversations import Tokenization, read_dataset, without_none
 from verifiers_rl.sft.generate import (
     Endpoint,
     GenerationError,
@@ -81,6 +82,27 @@ def test_rollouts_of_any_endpoint_become_data(rl_toml, capsys, monkeypatch, toke
     assert "2 of 6 rollouts written" in out and "1 left out, because a length limit" in out
     # What it has written is data for vf-sft.
     assert len(Tokenization(tokenizer).of_rows(rows, "it")) == 2
+
+
+def test_tools_of_a_row_are_those_of_the_prompt_with_defaults_of_null(monkeypatch):
+    """In a row, keys of null are left out, but not in a text."""
+    parameters = {"properties": {"x": {"type": "integer", "default": None}}}
+    tool = vf.Tool(name="f", description="d", parameters=parameters)
+    monkeypatch.setattr("verifiers_rl.envs.played.is_cut", lambda trace: False)
+    played = object.__new__(PlayedEnvironment)
+    played.name, played._template = "e", None
+    played._context = SimpleNamespace(model="m")
+    nodes = [
+        SimpleNamespace(sampled=False, message=vf.UserMessage(content="q")),
+        SimpleNamespace(sampled=True, message=vf.AssistantMessage(content="a")),
+    ]
+    trace = SimpleNamespace(
+        branches=[SimpleNamespace(nodes=nodes)], tools=[tool], reward=1.0,
+        agent=SimpleNamespace(name="agent"),
+    )  # fmt: skip
+    row, _ = played._row(trace, 0)
+    (found,) = json.loads(without_none(row)["tools"])
+    assert found["function"]["parameters"] == parameters
 
 
 def test_an_endpoint_that_refuses_all_requests_is_named_and_fails(rl_toml, capsys, monkeypatch):

@@ -4,14 +4,14 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.helpers import run_python
 from verifiers_rl.process import interrupts as module
 from verifiers_rl.process.interrupts import Interrupted, Interrupts, raise_if_interrupted
-from verifiers_rl.process.waiting import result_of
+from verifiers_rl.process.waiting import wait_until
 
 
 def kill(number):
@@ -49,7 +49,7 @@ def test_a_wait_ends_with_a_signal():
     raise_if_interrupted()  # without a run
     with pytest.raises(Interrupted), Interrupts().handled(None, says=False):
         threading.Timer(0.1, kill, [signal.SIGINT]).start()
-        result_of(Future(), 30.0, lambda: "nothing")
+        wait_until(lambda: False, "nothing", 30.0)
 
 
 def test_a_signal_to_a_forked_process_ends_that_one_and_is_none_to_the_run():

@@ -76,6 +76,7 @@ def test_keys_of_the_command_line_win_over_all_files_and_the_last_one_over_all(c
         ('loss_args {"eps_high": 4.0}', "loss_args", {"eps_high": 4.0}),
         ("loss_args {eps_high=4.0}", "loss_args", {"eps_high": 4.0}),
         ("output_dir None", "output_dir", None),  # also where any text would do
+        ("stop 2024-01-01 2024-01-02", "stop", ["2024-01-01", "2024-01-02"]),  # dates of TOML
         ("max_steps ten", "max_steps", "ten"),  # refused later, as it stands
     ],
 )

@@ -5,6 +5,7 @@ import gc
 
 import pytest
 
+from tests.helpers import run_python
 from verifiers_rl.process.loop_thread import contain_tasks
 
 
@@ -52,6 +53,23 @@ def test_a_cancelled_task_is_cancelled_and_its_coroutine_has_an_end(run, has_beg
         return task.cancelled()
 
     assert run(cancel())
+
+
+def test_a_function_that_never_returns_does_not_keep_the_process_from_ending():
+    code = """
+import asyncio, threading
+from verifiers_rl.process.loop_thread import call_on_thread
+
+async def main():
+    assert await call_on_thread(lambda: 7) == 7
+    await asyncio.wait_for(call_on_thread(threading.Event().wait), 0.1)
+
+try:
+    asyncio.run(main())
+except TimeoutError:
+    print("the deadline")
+"""
+    assert run_python("-c", code).stdout == "the deadline\n"
 
 
 def test_a_task_that_cancels_itself_is_not_warned_of(run, caplog):

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import sys
 from contextlib import ExitStack
 
@@ -12,7 +13,9 @@ from tests.conftest import Started, wait_until
 from tests.helpers import write_environment
 from tests.machines import machines
 from tests.test_ray_engine import DRIVER, needs_ray, ray_folder
+from verifiers_rl.cli.children import ChildError
 from verifiers_rl.cli.config import TomlError, load_run_config
+from verifiers_rl.cluster import machines as cluster
 from verifiers_rl.cluster.machines import Machine, find_head, machine_of, take_variables
 from verifiers_rl.inference.client import TOKEN_VARIABLE
 
@@ -125,6 +128,25 @@ def test_two_machines_become_a_cluster_and_end_with_the_trainer_or_the_head(tmp_
                 assert run.process.wait(120) == 7, run.said()
         # What a killed one has started ends with it.
         wait_until(lambda: not any(one.pids() for one in found), 90.0)
+
+
+def test_a_machine_waits_for_the_name_of_the_head(monkeypatch, tmp_path):
+    def connect(address, timeout):
+        asked.append(address)
+        if len(asked) == 1:  # on Kubernetes the name of a pod comes with the pod
+            raise socket.gaierror(-2, "Name or service not known")
+        return real(head.getsockname(), timeout)
+
+    def ray_here(words, *others):
+        raise ChildError(" ".join(words))
+
+    real, asked = socket.create_connection, []
+    monkeypatch.setattr(socket, "create_connection", connect)
+    monkeypatch.setattr(cluster, "ray_here", ray_here)
+    joins = pytest.raises(ChildError, match=r"--address 127\.0\.0\.1:29500")
+    with socket.create_server(("127.0.0.1", 0)) as head, joins:
+        cluster.join(Machine(1, 2, "head", 29500), 10.0, tmp_path)
+    assert asked == [("head", 29500)] * 2
 
 
 def test_a_name_that_is_loopback_here_is_refused(monkeypatch):

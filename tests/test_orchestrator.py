@@ -62,8 +62,9 @@ def test_a_batch_holds_groups_with_centered_advantages(make_orchestrator):
 def test_an_advantage_function_sees_the_rollouts_and_may_give_one_number_a_token(make_orchestrator):
     def later_tokens_count_more(group):
         assert [rollout.reward for rollout in group] == [0.0, 1.0, 2.0]  # of the survivors
-        num_tokens = len(group[1].samples[0].token_ids)
-        return [np.float32(-3.0), torch.arange(num_tokens), 7.0]
+        mask = group[1].samples[0].loss_mask
+        of_tokens = np.where(mask, np.arange(len(mask)), np.nan)  # NaN without loss: ignored
+        return [np.float32(-3.0), torch.from_numpy(of_tokens), 7.0]
 
     options = {"advantage_fn": later_tokens_count_more, "batch_size": 4}
     batch = one_step(make_orchestrator(failing_at(3), **options))
@@ -83,6 +84,9 @@ def test_advantages_that_an_environment_has_set_are_kept(make_orchestrator):
 
     batch = one_step(make_orchestrator(Graded(), batch_size=4))
     assert advantages(batch) == [0.25, -0.5, 0.5, 1.5]
+    # Which teach something whatever the rewards are.
+    never = {"group_filter": {"min_reward": 100.0}, "batch_size": 4}
+    assert one_step(make_orchestrator(Graded(), **never)).metrics["filtered_share"] == 0
 
 
 @pytest.mark.parametrize(
@@ -101,6 +105,15 @@ def test_an_advantage_function_that_breaks_its_contract_ends_training(
     orchestrator = make_orchestrator(StubRunner(), advantage_fn=lambda group: returned)
     with pytest.raises(RolloutError, match=problem):
         one_step(orchestrator)
+
+
+def test_one_token_of_the_loss_without_a_number_ends_training(make_orchestrator):
+    def last_is_nan(group):
+        (samples,) = zip(*(rollout.samples for rollout in group), strict=True)
+        return [np.append(np.zeros(sample.num_tokens - 1), np.nan) for sample in samples]
+
+    with pytest.raises(RolloutError, match="an advantage is nan"):
+        one_step(make_orchestrator(StubRunner(), advantage_fn=last_is_nan))
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_an_empty_microbatch_is_one_row_without_loss():
     # A loss finds the columns of the batch in it, without a value.
     sample = make_sample(3, 0.1)
     sample.extras |= {"mark": np.ones((3, 2), np.int8), "score": np.ones(3, np.float32)}
-    sample.extras[ROUTED_EXPERTS] = np.ones((3, 1, 1), np.uint8)
+    sample.extras[ROUTED_EXPERTS] = np.ones((3, 1, 1), np.int16)
     microbatch = collate([], [], [], 9, columns_of_batch=SampleSizes.of([sample]).columns)
     targets = microbatch.targets
     assert microbatch.input_ids.tolist() == [[9, 9]]
@@ -114,6 +114,15 @@ def test_an_empty_microbatch_is_one_row_without_loss():
     assert (targets.token_ids.tolist(), targets.weights.tolist()) == ([9], [0])
     assert {*targets.extras} == {"mark", "score"} and targets.extras["mark"].tolist() == [[-1, -1]]
     assert targets.extras["mark"].dtype == torch.int8 and targets.extras["score"].isnan()
+
+
+@pytest.mark.parametrize("dtype", [bool, np.uint8])
+def test_a_column_without_a_number_for_none_is_refused(dtype):
+    """A sample without the column would have True, or 255, there."""
+    sample = make_sample(3)
+    sample.extras["is_hard"] = np.ones(sample.num_tokens, dtype)
+    with pytest.raises(ValueError, match=r"extras\['is_hard'\] has the dtype .*, such as .astype"):
+        SampleSizes.of([sample])
 
 
 def test_columns_of_samples_are_as_wide_as_the_widest_and_hold_all_numbers():

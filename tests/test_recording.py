@@ -169,18 +169,20 @@ def test_a_resumed_run_has_each_rollout_once(make, tmp_path):
     assert counts(tmp_path) == [0, 12]
 
 
-@pytest.mark.parametrize("error, status, written", [
-    (RolloutError("all failed"), "failed", ["ValueError: bad tool"]),
-    (KeyboardInterrupt(), "interrupted", []),
+@pytest.mark.parametrize("error, status, split", [
+    (RolloutError("all failed"), "failed", "train"),
+    (RolloutError("all failed"), "failed", "eval"),
+    (KeyboardInterrupt(), "interrupted", None),
 ])  # fmt: skip
-def test_the_file_of_a_run_says_how_it_ended(make, tmp_path, error, status, written):
-    if written:  # before the run ends
-        error.groups = [make_group(1, 2, 1, ValueError("bad tool"))]
+def test_the_file_of_a_run_says_how_it_ended(make, tmp_path, error, status, split):
+    if split:  # before the run ends
+        error.groups, error.split = [make_group(1, 2, 1, ValueError("bad tool"))], split
     with pytest.raises(type(error)):
         make(breaking(GroupSource(), "get", error)).train()
     assert read_run(tmp_path / "run")["status"] == status
-    found = read_rollouts(tmp_path / "run") if written else []
-    assert [row["error"] for row in found if not row["in_loss"]] == written
+    found = [row for row in read_rollouts(tmp_path / "run") if not row["in_loss"]] if split else []
+    expected = [("ValueError: bad tool", split, int(split == "train"))] * bool(split)
+    assert [(row["error"], row["split"], row["step"]) for row in found] == expected
 
 
 @pytest.mark.parametrize("first", [ValueError("the environment broke"), None])
@@ -256,6 +258,7 @@ def test_a_resumed_run_says_and_records_what_was_changed(make, tmp_path, monkeyp
     digest, commit = read_run(tmp_path / "run")["code"]["git"]
     assert digest == hashlib.sha256(commit.encode()).hexdigest()
     (tmp_path / "notes.txt").write_text("two\napi_key = '0123-the-key'\n")
+    options["learning_rate"] = 0.5  # which stays what it was, as another line says
     make(max_steps=2, temperature=0.5, **options).train(resume_from_checkpoint=True)
     for said in ("max_steps=2; it was 1", "temperature=0.5; it was None"):
         assert f"from step 1 on, {said}" in caplog.messages

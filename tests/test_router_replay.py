@@ -10,12 +10,11 @@ import torch
 import transformers
 
 from tests.helpers import make_tiny_model, make_tiny_moe, sent
-from verifiers_rl import router_replay
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.inference.packed_tokens import unpack_experts
 from verifiers_rl.models import check_policy, load_policy
 from verifiers_rl.packing import collate
-from verifiers_rl.router_replay import RouterReplay, expert_load, replay_experts, routers_of
+from verifiers_rl.router_replay import RouterReplay, replay_experts, routers_of
 from verifiers_rl.types import ROUTED_EXPERTS, Sample
 
 SIZES = {
@@ -159,25 +158,6 @@ def test_what_cannot_replay_is_refused_at_the_start():
     with pytest.raises(ConfigError, match="router_replay=True: Qwen3ForCausalLM has no router"):
         check_policy(make_tiny_model(), args)
     check_policy(make_tiny_moe(), args)
-
-
-def test_the_load_of_experts_is_counted_layer_by_layer(monkeypatch):
-    def load_of(model, *experts):
-        samples = [with_experts(range(len(layers[0])), layers) for layers in experts]
-        return expert_load(model, [*samples, PLAIN]).get("expert_load_max")
-
-    uneven, even, unknown = [[0, 1]] * 4, [[0, 1], [2, 3]] * 2, [[-1, -1]] * 2
-    model = make_tiny_moe()
-    # Of 4 experts, two have twice their share and two none; in the other layer all are equal.
-    # A token that the server returned no experts for counts for none.
-    assert load_of(model, [uneven, even], [unknown] * 2) == (2 + 1) / 2
-    assert load_of(model, [unknown] * 2) == 0 and load_of(model) is None
-    # The first layer of this model is dense, of which a server returns zeros.
-    dense = [[[0, 0]] * 4, [[0, 1], [2, 3], [4, 5], [6, 7]]]
-    assert load_of(make("glm4"), dense) == 1
-    # Of a large batch, every kth sample is counted.
-    monkeypatch.setattr(router_replay, "MAX_COUNTED", 12)
-    assert load_of(model, *[[even] * 2, [uneven] * 2] * 3) == 1
 
 
 def test_a_model_whose_config_asks_for_router_logits_is_trained_without(caplog):

@@ -63,6 +63,7 @@ def test_a_folder_with_a_run_is_refused_unless_it_is_resumed_or_overwritten(writ
 
 def test_the_newest_checkpoint_is_resumed_and_one_that_is_not_whole_is_named(tmp_path):
     assert newest_checkpoint(tmp_path / "none") is None
+    (tmp_path / "run.json").write_text('{"status": ')  # of a disk that lost power
     save(tmp_path, 5)
     ten = save(tmp_path, 10)
     assert newest_checkpoint(tmp_path) == prepare(tmp_path, True, max_steps=11) == ten

@@ -70,6 +70,12 @@ def test_a_script_that_vf_rl_can_start_no_server_for_is_refused(asked, model, op
         asked(model=model, use_cpu=True, **options)
 
 
+def test_a_second_trainer_has_the_server_if_its_model_is_the_same(asked):
+    assert asked(use_cpu=True).model == asked(use_cpu=True, max_steps=5).model == "org/model"
+    with pytest.raises(ValueError, match="'org/other': vf-rl has started a server of org/model "):
+        asked(model="org/other", use_cpu=True)
+
+
 # --- How it ends ----------------------------------------------------------------------------------
 
 

@@ -238,6 +238,31 @@ def test_what_vllms_reload_loses_is_named_and_gpt_oss_loses_nothing():
     assert alone == [("a.mlp.experts.0.bias", [5]), ("a.mlp.experts.1.bias", [6])]
 
 
+def test_a_salt_of_a_request_stands_beside_that_of_the_weights(monkeypatch):
+    """Else it would find prefixes that older weights have computed."""
+    from verifiers_rl.inference.engine import AsyncLLM, RolloutEngine
+
+    async def add_request(self, request_id, prompt, params):
+        return prompt
+
+    monkeypatch.setattr(AsyncLLM, "add_request", add_request)
+    engine = object.__new__(RolloutEngine)
+    engine.admits = asyncio.Event()
+    engine.admits.set()
+
+    async def salt_of(prompt, salt):
+        engine.cache_salt = salt
+        return (await engine.add_request("1", prompt, None)).get("cache_salt")
+
+    for prompt, salt, expected in (
+        ({}, None, None),
+        ({"cache_salt": "own"}, None, "own"),
+        ({}, "v3", "v3"),
+        ({"cache_salt": "own"}, "v3", "v3own"),
+    ):
+        assert asyncio.run(salt_of(prompt, salt)) == expected
+
+
 def test_a_token_left_on_this_machine_is_shown_to_no_other(monkeypatch, tmp_path):
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -246,6 +271,8 @@ def test_a_token_left_on_this_machine_is_shown_to_no_other(monkeypatch, tmp_path
     assert find_token("127.0.0.1", 8000) == find_token("localhost", 8000) == "secret"
     assert find_token("127.0.0.1", 8001) == ""
     assert find_token("gpu-box", 8000) == ""
+    monkeypatch.setenv(TOKEN_VARIABLE, "")  # as compose sets a variable that it does not have
+    assert find_token("127.0.0.1", 8000) == "secret"
     monkeypatch.setenv(TOKEN_VARIABLE, "for both")
     assert find_token("gpu-box", 8000) == "for both"
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +22,7 @@ from transformers import (
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    Trainer,
 )
 
 from tests.family_steps import loads_as_saved
@@ -54,7 +56,7 @@ from verifiers_rl.losses import MASKS, LossInputs, needs
 from verifiers_rl.packing import ModelSupport, collate
 from verifiers_rl.report.means import batch_metrics
 from verifiers_rl.report.metrics import ShortProgress, TokenMeans, model_flops
-from verifiers_rl.report.run_folder import metrics_file, read_metrics
+from verifiers_rl.report.run_folder import WritingError, metrics_file, read_metrics
 from verifiers_rl.sync.sources import what_to_send
 from verifiers_rl.types import Batch, Rollout
 
@@ -697,6 +699,18 @@ def test_a_full_disk_costs_the_checkpoint_and_does_not_hide_why_the_run_ends(mak
 
 
 @pytest.mark.parametrize(
+    "error", [SafetensorError("No space left on device"), RuntimeError("inline_container.cc: pos")]
+)
+def test_a_disk_without_room_for_weights_is_a_full_disk(make_trainer, monkeypatch, error):
+    def full(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(Trainer, "_save_checkpoint", full)
+    with pytest.raises(WritingError, match=r"checkpoint-2 cannot be written: .*; make room there"):
+        make_trainer(save_strategy="steps", save_steps=2).train()
+
+
+@pytest.mark.parametrize(
     "method, lost_in, ahead, versions, pushed",
     [
         # The batch of step 1 was asked for with version 0, and twice again with that of then, 1.
@@ -795,6 +809,13 @@ def test_what_is_trained_has_float32_masters(make_trainer, tmp_path):
         trained = {p.dtype for p in trainer.model.parameters() if p.requires_grad}
         assert trained == {torch.float32}
         trainer.train()
+    # What PEFT copies of a model in bfloat16, too.
+    options = {"lora_modules_to_save": ["lm_head"], "bf16": True, "use_lora": True, "max_steps": 1}
+    trainer = make_trainer(str(tmp_path / "model"), overwrite_output_dir=True, **options)
+    head = trainer.model.get_output_embeddings()
+    assert head.modules_to_save["default"].weight.dtype == torch.float32
+    assert head.original_module.weight.dtype == torch.bfloat16
+    trainer.train()
 
 
 def test_with_deepspeed_a_second_train_is_refused(make_trainer):

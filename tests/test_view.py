@@ -294,11 +294,18 @@ def test_the_command_prints_the_address_and_serves_until_ctrl_c(tmp_path):
 
 def test_what_a_command_cannot_do_is_one_line(tmp_path, capsys):
     write_lines(tmp_path / "run/metrics.jsonl", {"step": 1})
-    with pytest.raises(SystemExit) as ended:
-        command.main([str(tmp_path / "run"), "-o", "no/page.html"])
-    errors = capsys.readouterr().err
-    assert ended.value.code == 1 and errors.count("\n") == 1
-    assert "no/page.html: No such file" in errors
+    (tmp_path / "taken").mkdir()
+    for output, said in (
+        ("no/page.html", "No such file or directory.*; choose another -o"),
+        (f"{tmp_path}/taken", "Is a directory.*; choose another -o"),
+        (".", "empty name"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            command.main([str(tmp_path / "run"), "-o", output])
+        errors = capsys.readouterr().err
+        assert ended.value.code == 1 and errors.count("\n") == 1
+        assert re.search(f"-o {output}: .*{said}", errors)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "taken"]
 
 
 def test_the_modules_of_the_page_can_be_put_together():

@@ -13,8 +13,10 @@ from verifiers_rl.envs.base import RunnerOptions
 from verifiers_rl.types import Rollout, Sample
 
 QUESTIONS = (
-    "be well", "die", "die once", "raise", "print", "fork", "block", "sleep", "wait",
+    "be well", "die", "die once", "die late", "raise", "print", "fork", "block", "sleep", "wait",
 )  # fmt: skip
+
+NOBODY = -1
 
 
 @dataclass
@@ -24,6 +26,10 @@ class Recipe:
     load_s: float
 
     def __call__(self):
+        if self.makers == NOBODY:
+            if os.fork() == 0:  # it has our end of the connection, too
+                time.sleep(600)
+            os._exit(9)
         if self.makers not in (0, os.getpid()):
             raise ValueError("a file of the worker is missing")
         time.sleep(self.load_s)
@@ -34,7 +40,7 @@ class TroubledEnv:
     """
     Args:
         folder: for files by which its rollouts tell of themselves, from any process.
-        makers: the only process that can make it; 0: all can.
+        makers: the only process that can make it; 0: all can. One dies of `NOBODY`.
         load_s: seconds that it takes to make it.
     """
 
@@ -68,7 +74,7 @@ class Runner:
             rollout = Rollout(0, question, env="env", metrics={"pid": os.getpid()})
             async with request.begin(number):
                 try:
-                    await self.answer(question)
+                    await self.answer(question, number)
                     rollout.reward = 3.0
                     sample = Sample(
                         [1, 2], [False, True], [0.0, -0.5], [-1, request.policy_version]
@@ -80,13 +86,18 @@ class Runner:
 
         return await asyncio.gather(*(one(number) for number in range(request.num_rollouts)))
 
-    async def answer(self, question):
+    async def answer(self, question, number):
         match question:
             case "die":
                 os._exit(7)
             case "die once":
                 if not (self.folder / "died").exists():
                     (self.folder / "died").touch()
+                    os._exit(7)
+            case "die late":
+                if number and not (self.folder / "died").exists():
+                    (self.folder / "died").touch()
+                    await asyncio.sleep(0.3)  # the other rollout of the group ends meanwhile
                     os._exit(7)
             case "raise":
                 raise LookupError("no answer key")

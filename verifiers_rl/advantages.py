@@ -28,8 +28,7 @@ def as_numbers(advantages: Any, num_rollouts: int) -> list[np.ndarray]:
     """What an `AdvantageFn` returned, as arrays: () or (tokens,) float64 for each rollout.
 
     Raises:
-        ValueError: not one number, or one sequence of numbers, for each rollout; or one is NaN or
-            too large.
+        ValueError: not one number, or one sequence of numbers, for each rollout.
     """
     try:
         numbers = [np.asarray(advantage, dtype=np.float64) for advantage in advantages]
@@ -42,8 +41,6 @@ def as_numbers(advantages: Any, num_rollouts: int) -> list[np.ndarray]:
         raise ValueError(
             f"advantage_fn returned {len(numbers)} advantages for {num_rollouts} rollouts"
         )
-    for number in numbers:
-        check_size(number)
     return numbers
 
 
@@ -148,4 +145,5 @@ def set_advantages(
                 own = np.concatenate([sample.advantages for sample in rollout.samples])
                 rollout.set_advantage(own + rollout.added_advantages)
         for rollout in survivors:
-            check_size(rollout.advantage)
+            for advantage in (rollout.advantage, *(s.advantages for s in rollout.samples)):
+                check_size(advantage)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer, TrainerCallback, set_seed
@@ -34,12 +35,14 @@ from verifiers_rl.process.disk import put_in_place, remove_folder, sync, sync_tr
 from verifiers_rl.process.interrupts import say
 from verifiers_rl.process.terminal import showing
 from verifiers_rl.report.metrics import StepWindow
+from verifiers_rl.report.recording import OF_OPTIMIZER
 from verifiers_rl.report.run_folder import (
     MERGED,
     METRICS,
     RL_STATE,
     STATE,
     UNFINISHED,
+    WritingError,
     checkpoints_of,
     closing_lines,
     newest_checkpoint,
@@ -148,6 +151,12 @@ class Checkpoints(TrainerCallback):
             self.run_dir = str(folder.parent)
             try:
                 write()
+            except (SafetensorError, RuntimeError) as error:
+                # So they call a full disk. Others, such as a GPU's memory, are what they are.
+                if isinstance(error, RuntimeError) and "inline_container" not in str(error):
+                    raise
+                problem = f"{folder} cannot be written: {error}; make room there"
+                raise WritingError(problem) from error
             finally:
                 self.run_dir = None
             self._find_best()
@@ -186,17 +195,21 @@ class Checkpoints(TrainerCallback):
 
     @contextmanager
     def saving_on_error(self) -> Iterator[None]:
-        """If what is inside fails, save a checkpoint of the steps so far, then raise the error. A
-        full disk costs the checkpoint, and does not hide the error.
-        """
+        """If what is inside fails, save a checkpoint of the steps so far, then raise the error."""
         try:
             yield
         except Exception:
-            try:
-                self.save_unfinished()
-            except OSError as second:
-                logger.error("no checkpoint of the steps so far: %s", second)
+            self.save_or_say()
             raise
+
+    def save_or_say(self) -> None:
+        """Save a checkpoint of the steps so far, where the run ends for another reason, which a
+        full disk does not hide: it costs the checkpoint. Every rank calls this.
+        """
+        try:
+            self.save_unfinished()
+        except OSError as error:
+            logger.error("no checkpoint of the steps so far: %s", error)
 
     def save_final(self) -> None:
         """Save the final model into output_dir, note that in run.json, and print the closing lines
@@ -280,10 +293,6 @@ class Checkpoints(TrainerCallback):
         removable = [path for path in found[:-1] if best is None or path.name != Path(best).name]
         for path in removable[: max(len(found) - limit, 0)]:
             remove_folder(path, self._folder / UNFINISHED)
-
-
-# Options whose values a checkpoint's optimizer has, so that new ones do not reach it.
-OF_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 
 
 class Position:

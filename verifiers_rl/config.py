@@ -53,7 +53,7 @@ from verifiers_rl.option_rules import (
     problem_of,
 )
 from verifiers_rl.process.secret_names import without_secrets
-from verifiers_rl.types import LOAD_S, MAX_MASK
+from verifiers_rl.types import MAX_MASK
 
 DEFAULT_MASK = 256  # top_k where a sampling mask needs one
 # Options that one environment may have for itself. Not the temperature: the trainer computes all
@@ -265,6 +265,9 @@ def default_options(config: Any) -> dict[str, Any]:
         f.name: f.default if f.default_factory is MISSING else f.default_factory()
         for f in fields(config)
     }
+
+
+_NO_TEMPLATE = "the renderers package does not use the chat template; choose another client_type"
 
 
 @with_hints
@@ -545,20 +548,6 @@ class RLConfig(TrainingArguments):
                 "gpus = 0 under [trainer]), or start one process"
             )
 
-    def longest_wait_s(self) -> int:
-        """Seconds that other ranks wait for rank 0's batch and for the evaluation beside it: as
-        long as rank 0 may take, in three attempts.
-        """
-        num_batches = max(self.max_off_policy_steps, 1)
-        num_rollouts = self.max_groups_per_batch * self.rollouts_per_example * num_batches
-        num_evaluated = self.eval_examples * self.eval_rollouts_per_example
-        waves = math.ceil(num_rollouts / self.max_concurrent)
-        waves += math.ceil(num_evaluated / self.max_concurrent)
-        waiting_s = (2 * waves + num_batches + 1) * self.generation_timeout
-        if self.env_workers:  # the workers load their environments first
-            waiting_s += max(self.generation_timeout, LOAD_S)
-        return math.ceil(3 * (waiting_s + 5 * self.vllm_server_timeout + 240))
-
     # --- Checks -----------------------------------------------------------------------------------
 
     def _check_unused_base_options(self) -> None:
@@ -617,6 +606,8 @@ class RLConfig(TrainingArguments):
                 raise ConfigError(f"{of}.{name}={value!r}: cannot be set there; {hint}")
             if value != 0 or not more or name not in ("top_k", *more):
                 options[name] = self._checked(name, value, f"{of}.")
+        if options.get("chat_template_kwargs") and self.client_type == "renderer":
+            raise ConfigError(f"{of}.chat_template_kwargs: {_NO_TEMPLATE}")
         self._check_length(f"{of}.max_tokens", options.get("max_tokens"))
 
     def _check_length(self, name: str, value: int | None) -> None:
@@ -659,7 +650,7 @@ class RLConfig(TrainingArguments):
             (
                 "chat_template_kwargs",
                 not self.chat_template_kwargs or self.client_type != "renderer",
-                "the renderers package does not use the chat template; choose another client_type",
+                _NO_TEMPLATE,
             ),
             (
                 "shuffle",

@@ -119,7 +119,8 @@ class GroupFilter:
     """Decides by the rewards of surviving rollouts whether a group is worth training on. A group of
     several agents passes if the rewards of any agent pass. A group without survivors passes,
     because replacing it would delay the error of an environment that always fails. A group with
-    `added_advantages` passes, because it can be learned from whatever its rewards are.
+    `added_advantages`, or with advantages that its environment has set, passes, because it can be
+    learned from whatever its rewards are.
 
     Attributes:
         min_reward_variance: a group with a smaller variance (over n) does not pass; 0: all pass.
@@ -156,7 +157,8 @@ class GroupFilter:
         return (self.min_reward_variance, self.min_reward, self.max_reward) == (0, None, None)
 
     def passes(self, group: Sequence[Rollout]) -> bool:
-        if self.lets_all_pass or any(r.added_advantages is not None for r in group):
+        taught = (r.has_own_advantages or r.added_advantages is not None for r in group)
+        if self.lets_all_pass or any(taught):
             return True
         roles = group_by_role(group)
         return not roles or any(map(self._passes, roles))

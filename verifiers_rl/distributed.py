@@ -34,6 +34,10 @@ from verifiers_rl.types import (
     token_bytes,
 )
 
+# The other ranks wait so long for rank 0. Its own waits, for rollouts and servers, have deadlines,
+# of which it tells them; and if its process ends, they notice at once.
+LONGEST_WAIT_S = 7 * 86_400.0
+
 
 def broadcast_batch(batch: Batch | None) -> Batch:
     """Return rank 0's batch on every rank, without its samples on the others; `scatter_samples`
@@ -107,7 +111,7 @@ class HostGroup:
 
     Args:
         timeout_s: a rank waits so long for ranks that do the same as it does.
-        rank_0_s: a rank waits so long for rank 0, which may wait for rollouts; at least timeout_s.
+        rank_0_s: a rank waits so long for rank 0, which may wait for rollouts.
 
     Raises:
         ConfigError: the ranks cannot reach each other.
@@ -192,8 +196,7 @@ def connect_hosts(args: RLConfig) -> None:
     """
     global _hosts
     if args.world_size > 1 and _hosts is None:
-        timeout_s = args.ddp_timeout
-        _hosts = HostGroup(timeout_s, max(timeout_s, args.longest_wait_s()))
+        _hosts = HostGroup(args.ddp_timeout, LONGEST_WAIT_S)
         atexit.register(let_gloo_threads_finish)
 
 

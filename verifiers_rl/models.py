@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from transformers.models.auto.modeling_auto import (
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.inference.checkpoint import NUM_EXPERTS
 from verifiers_rl.router_replay import routers_of
-from verifiers_rl.sync.sources import text_parameters
+from verifiers_rl.sync.sources import check_reference, text_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,11 @@ def tokenizer_of(model: Any) -> Any:
 def load_policy(model: Any, args: RLConfig, peft_config: Any = None) -> Any:
     """Load the policy to train, see `_load`. With `args.torch_compile`, compile its layers."""
     policy = _load(model, args, peft_config)
+    for parameter in policy.parameters():
+        # PEFT copies modules_to_save, and trains biases, in the dtype of the frozen weights.
+        is_half = parameter.dtype in (torch.bfloat16, torch.float16)
+        if parameter.requires_grad and is_half and not hasattr(parameter, "ds_id"):
+            parameter.data = parameter.data.float()
     base = policy.get_base_model() if hasattr(policy, "peft_config") else policy
     config = base.config.get_text_config()
     if getattr(config, "output_router_logits", False):
@@ -292,9 +297,11 @@ def _unties(model: Any) -> bool:
     return any("lora_" in name or "modules_to_save" in name for name, _ in ends.named_parameters())
 
 
-def check_policy(model: Any, args: RLConfig) -> None:
-    """Raise ConfigError if the options do not fit the model. Warn if its logprobs will be inexact.
-    Print how much an adapter trains.
+def check_policy(model: Any, args: RLConfig, needs: Collection[str] = ()) -> None:
+    """Raise ConfigError if the options do not fit the model. Print how much an adapter trains.
+
+    Args:
+        needs: what the loss needs, see `losses.needs_of`.
     """
     if args.process_index == 0 and hasattr(model, "peft_config"):
         model.print_trainable_parameters()
@@ -308,6 +315,8 @@ def check_policy(model: Any, args: RLConfig) -> None:
             "both, as do the server and a saved model: leave them out of lora_target_modules and "
             "lora_modules_to_save, or set use_lora=False"
         )
+    if "reference_logprobs" in needs and hasattr(model, "peft_config"):
+        check_reference(model.peft_config["default"])
     if args.router_replay and not routers_of(model):
         raise ConfigError(
             f"router_replay=True: {type(model).__name__} has no router that chooses experts; leave "
@@ -320,9 +329,8 @@ def check_policy(model: Any, args: RLConfig) -> None:
 
 def auto_class(model_type: str) -> Any:
     """Return the auto class of transformers that loads a checkpoint of this type for training."""
-    if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return AutoModelForCausalLM
-    if model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+    of_images = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    if model_type in of_images and model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return AutoModelForImageTextToText
     return AutoModelForCausalLM  # whose error lists the types that it knows
 

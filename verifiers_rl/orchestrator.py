@@ -259,7 +259,7 @@ class Orchestrator:
         complete = await while_served(running, self.check_server)
         groups = [group for group, _ in complete]
         self.evaluated.append((request.policy_version, groups))
-        warn_of_failures(groups)
+        warn_of_failures(groups, "eval")
         runtime = time.monotonic() - start
         return {**evaluation_metrics(groups), "runtime": runtime}
 
@@ -318,13 +318,13 @@ class Orchestrator:
     def start(self) -> None:
         """Start the thread and open the environment's client."""
         self._thread = LoopThread("orchestrator")
+        self._num_begun.clear()
         self._places = Places(self.args.max_concurrent, self.router)
         deadline_s = max(self.args.generation_timeout, LOAD_S) + GRACE_S
-        try:
-            opening = self._thread.run(self.env.open())
-            waiting.result_of(opening, deadline_s, lambda: "the environment to load")
-        except TimeoutError as error:
-            raise TimeoutError(f"the environment was not ready within {deadline_s:g} s") from error
+        opening = self._thread.run(self.env.open())
+        if not waiting.wait_until(opening.done, "the environment to load", deadline_s):
+            raise TimeoutError(f"the environment was not ready within {deadline_s:g} s")
+        opening.result()
         gc.collect()
         # Rollouts make thousands of small objects a second, so Python often collects garbage. Each
         # time it would walk all of torch and transformers and stop all threads for half a second.

@@ -236,9 +236,11 @@ class RolloutError(RuntimeError):
 
     Attributes:
         groups: those whose rollouts all failed.
+        split: of their examples.
     """
 
     groups: Sequence[Sequence[Rollout]] = ()
+    split: Split = "train"
 
 
 async def run_groups(
@@ -302,17 +304,20 @@ async def while_served(rollouts: Awaitable[Any], check_server: Callable[[], None
         waiting.cancel()
 
 
-def warn_of_failures(groups: Sequence[Sequence[Rollout]]) -> None:
-    """Warn of rollouts that failed. Raises RolloutError if all did."""
+def warn_of_failures(groups: Sequence[Sequence[Rollout]], split: Split = "train") -> None:
+    """Warn of rollouts of this split that failed. Raises RolloutError if all did."""
     rollouts = [rollout for group in groups for rollout in group]
     errors = [rollout.error for rollout in rollouts if rollout.error is not None]
     kinds = Counter(describe_error(error) for error in errors)
+    whose = " of the evaluation" if split == "eval" else ""
     if len(errors) == len(rollouts):
         failure = RolloutError(
-            f"all {len(rollouts)} rollouts failed; most often: {kinds.most_common(1)[0][0]}. "
-            "The first one's traceback is above"
+            f"all {len(rollouts)} rollouts{whose} failed; most often: "
+            f"{kinds.most_common(1)[0][0]}. The first one's traceback is above"
         )
-        failure.groups = groups
+        failure.groups, failure.split = groups, split
         raise failure from errors[0]
     for kind, count in kinds.most_common():
-        logger.warning("%d of %d rollouts failed and are left out: %s", count, len(rollouts), kind)
+        logger.warning(
+            "%d of %d rollouts%s failed and are left out: %s", count, len(rollouts), whose, kind
+        )

@@ -18,17 +18,11 @@ a row of scores for each token.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-
-from verifiers_rl.types import ROUTED_EXPERTS, Sample
-
-MAX_COUNTED = 2**15  # tokens of a batch, about, whose experts are counted; the host takes 0.1 s
 
 
 class _ReplacedChoice(TorchFunctionMode):
@@ -122,23 +116,3 @@ class RouterReplay:
             return outputs
 
         return replay
-
-
-def expert_load(model: Any, samples: Sequence[Sample]) -> dict[str, float]:
-    """Return how evenly the tokens of these samples went to the experts, see docs/metrics.md; {} if
-    no sample has experts. Of a large batch, every k-th sample is counted.
-
-    Args:
-        model: its routers say which layers have experts, and how many.
-        samples: with the experts that the server chose.
-    """
-    known = [s.extras[ROUTED_EXPERTS] for s in samples if ROUTED_EXPERTS in s.extras]
-    if not known:
-        return {}
-    counted = np.concatenate(known[:: -(-sum(map(len, known)) // MAX_COUNTED)])
-    loads = []
-    for layer, router in routers_of(model):
-        chosen = counted[:, layer]  # (tokens, top_k)
-        counts = np.bincount(chosen[chosen >= 0], minlength=router.num_experts)
-        loads.append(counts.max() / max(counts.mean(), 1e-9))
-    return {"expert_load_max": float(np.mean(loads))}

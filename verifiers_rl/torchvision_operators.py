@@ -54,5 +54,4 @@ def declare() -> None:
             library.define(f"{name}(Tensor input) -> Tensor")
 
 
-if _OperatorsFirst not in sys.meta_path:
-    sys.meta_path.insert(0, _OperatorsFirst)
+sys.meta_path.insert(0, _OperatorsFirst)

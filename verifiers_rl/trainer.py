@@ -141,7 +141,7 @@ class RLTrainer(SavingTrainer):
         self.loss_fn = checked(args.complete_loss(loss_fn), self)
         set_seed(args.seed)  # also determines the weights of a new adapter
         policy = load_policy(model, args, peft_config)
-        check_policy(policy, args)
+        check_policy(policy, args, needs_of(self.loss_fn))
         check_final(policy, args)
         if args.process_index == 0:
             self.orchestrator, self.weight_sync = make_source_and_sink(
@@ -250,7 +250,7 @@ class RLTrainer(SavingTrainer):
         self._counts, self._metrics = StepCounts(), {}
         self.batch = batch = self._next_batch()
         start = time.monotonic()
-        means = TokenMeans(self._files.values_of(batch))
+        means = TokenMeans(self._files.values_of(batch), batch.metrics)
         loss = self.train_on(model, batch, means)
         # This waits for the device.
         token_means = means.reduce(self._counts.num_loss_tokens, self.args.world_size)
@@ -259,7 +259,7 @@ class RLTrainer(SavingTrainer):
             adaptive_kl.update(token_means)  # the same on all ranks
         self._window.steps.append(
             {**batch.metrics, **self._metrics, "train_s": train_s, **token_means}
-            | self._counts.metrics(batch, self._base_of(model))
+            | self._counts.metrics(batch)
             | device_metrics(self.args.device, self.floating_point_ops({}), train_s)
         )
         return loss
@@ -476,7 +476,7 @@ class RLTrainer(SavingTrainer):
             try:
                 result = super().train(resume, *args, **kwargs)
             except Interrupted:
-                self.checkpoints.save_unfinished()
+                self.checkpoints.save_or_say()
                 raise
             is_best = self.args.load_best_model_at_end and self.state.best_model_checkpoint
             if is_best and self.is_world_process_zero():

@@ -149,7 +149,8 @@ class Sample:
 
     def set_advantage(self, advantage: float | Sequence[float] | np.ndarray) -> None:
         """Set one advantage for every loss token, or one for each token, (T,)."""
-        values = np.asarray(advantage, np.float32)
+        with np.errstate(over="ignore"):  # `set_advantages` refuses what is too large
+            values = np.asarray(advantage).astype(np.float32)
         if values.shape not in ((), self.loss_mask.shape):
             raise ValueError(
                 f"advantages of shape {values.shape} for a sample of {self.num_tokens} tokens"
@@ -165,6 +166,11 @@ def columns_of(samples: Sequence[Sample]) -> Columns:
     for sample in samples:
         for name, column in sample.extras.items():
             shape, dtype = column.shape[1:], column.dtype
+            if dtype.kind not in "if":
+                raise ValueError(
+                    f"extras[{name!r}] has the dtype {dtype}, which has no -1 for a token without "
+                    "a number; make it signed integers or floats, such as .astype(np.int8)"
+                )
             if name in columns:
                 shape = tuple(map(max, shape, columns[name].shape))
                 dtype = np.result_type(dtype, columns[name].base)

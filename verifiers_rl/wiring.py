@@ -21,7 +21,7 @@ from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.data import ExampleOrder
 from verifiers_rl.envs.make import make_runner
 from verifiers_rl.inference.checkpoint import model_error
-from verifiers_rl.inference.client import InferenceClient, InferenceServerError
+from verifiers_rl.inference.client import LOOPBACK, InferenceClient, InferenceServerError
 from verifiers_rl.losses import LossFn
 from verifiers_rl.option_rules import did_you_mean
 from verifiers_rl.process import parent
@@ -192,7 +192,9 @@ def make_source_and_sink(
     status = pool.wait_until_ready()
     if adapter is not None:
         check_adapter(adapter, pool.lora_sync)
-    if args.device.type == status["device"] == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+    is_beside = any(host in LOOPBACK for host, _ in args.servers())
+    both = args.device.type == status["device"] == "cpu"
+    if is_beside and both and "OMP_NUM_THREADS" not in os.environ:
         # The server on this machine has pinned its threads to the first half of the cores.
         num_cores = os.cpu_count() or 1
         torch.set_num_threads(max(num_cores - max(num_cores // 2, 1), 1))

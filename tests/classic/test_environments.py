@@ -225,16 +225,16 @@ def test_each_client_keeps_exact_tokens_versions_and_sampling_options(
     ],
 )
 def test_a_reward_function_that_fails_costs_its_own_rollout(play, outcome, said):
-    outcomes = iter([1.0, outcome, 1.0])
-
     def reward(completion) -> float:
         if isinstance(result := next(outcomes), float):
             return result
         raise result
 
-    errors = [rollout.error for rollout in play(make_env(reward))[0]]
-    (found,) = [error for error in errors if error is not None]
-    assert said in str(found)
+    for env in (make_env(reward), vf.EnvGroup([make_env(reward), make_env()], ["a", "b"])):
+        outcomes = iter([1.0, outcome, 1.0])
+        errors = [rollout.error for rollout in play(env)[0]]
+        (found,) = [error for error in errors if error is not None]
+        assert said in str(found)
 
 
 def test_a_timeout_is_that_of_who_set_it(play):

@@ -51,6 +51,8 @@ def end_with(pids: Iterable[int], grace_s: float = SAVE_GRACE_S) -> None:
             poll.register(os.pidfd_open(pid), select.POLLIN)
         except ProcessLookupError:
             sys.exit("the process that started this one is gone")
+        except OSError:  # a sandbox, or a kernel before 5.3, has no pidfds
+            return
 
     def watch() -> None:
         poll.poll()

@@ -142,7 +142,9 @@ def _moved(one: Setting) -> Setting:
     if written in MOVED:
         return replace(one, key=(*ARGS, *MOVED[written].split(".")))
     start, key = ".".join([*one.key[:-1], ""]), one.key[-1]
-    names = (name for name in (*MOVED, *MEANINGS) if name.startswith(start))
+    names = [name for name in (*MOVED, *MEANINGS) if name.startswith(start)]
+    if any(name.startswith(f"{written}.") for name in names):
+        raise TomlError(f"{one.place} {key}={one.value!r}: must be a table")
     known = {name.removeprefix(start).split(".")[0] for name in names}
     raise TomlError(f"{one.place} has an unknown key {key!r}; {nearest_hint(key, known)}")
 
@@ -159,7 +161,8 @@ def _join_evaluated(rest: Data, table: Data, source: str) -> None:
         raise TomlError(f"{source}: [eval] env: write [[eval.env]]s beside the [[env]]s of a file")
     limit = table.get("num_examples", EVAL_EXAMPLES)
     for env in evaluated:
-        env |= {"only": "eval", "eval_examples": env.pop("num_examples", limit)}
+        env["only"] = "eval"
+        env.setdefault("eval_examples", env.pop("num_examples", limit))
     trained = trained if isinstance(trained, list) else [trained]
     rest["env"] = [{"only": "train", **env} for env in trained] + evaluated
     limits = [env["eval_examples"] for env in evaluated]

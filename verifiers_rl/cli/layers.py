@@ -157,7 +157,7 @@ def overrides_of(words: Sequence[str]) -> list[tuple[str, str]]:
     texts = []
     for key, values in found:
         if len(values) > 1:
-            values = [json.dumps([parse_value(value) for value in values])]
+            values = [json.dumps([parse_value(value) for value in values], default=str)]  # dates
         texts.append((key, values[0] if values else "true"))
     return texts
 

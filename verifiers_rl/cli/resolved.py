@@ -12,7 +12,7 @@ from verifiers_rl.cli.config import STARTS, TrainConfig, make_importable
 from verifiers_rl.cli.layers import COMMAND_LINE
 from verifiers_rl.option_rules import ConfigError
 from verifiers_rl.process.secret_names import is_secret_key
-from verifiers_rl.report.run_folder import RESOLVED, replace_file
+from verifiers_rl.report.run_folder import RESOLVED, replace_file, writing
 
 # Flags and options that may be a path, which is relative to where vf-rl was started.
 PATHS = (
@@ -32,9 +32,11 @@ def resolved(config: TrainConfig, output_dir: str) -> tuple[dict[str, Any], list
     data["import_from"] = list(map(str, config.folders))
     args = {**config.trainer.args, "output_dir": str(Path(output_dir).absolute())}
     args = {name: value for name, value in args.items() if name not in STARTS or value is not True}
-    data["trainer"] = {**data.get("trainer", {}), "args": args}
-    for table in (data["trainer"], data.get("inference", {}), *data.get("teacher", [])):
-        _make_absolute(table.get("args", {}))
+    # A table is None where the command line takes back what a file has.
+    data["trainer"] = {**(data.get("trainer") or {}), "args": args}
+    tables = (data["trainer"], data.get("inference") or {}, *(data.get("teacher") or []))
+    for table in tables:
+        _make_absolute(table.get("args") or {})
     secrets: list[str] = []
     return _without_secrets(data, "", secrets), secrets
 
@@ -84,7 +86,8 @@ def write_resolved(config: TrainConfig, output_dir: str) -> Path:
     target = Path(os.path.abspath(Path(output_dir).expanduser())) / RESOLVED
     words, text = ["@", str(target)], resolved_text(config, output_dir)
     if config.layers.words != words:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        with writing(target.parent):
+            target.parent.mkdir(parents=True, exist_ok=True)
         # Other ranks may be reading the file, if it was an input.
         replace_file(target, text.encode())
     if LEFT_OUT not in text:

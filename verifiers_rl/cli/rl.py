@@ -47,7 +47,7 @@ from verifiers_rl.cli.supervise import LOGS, TOKEN, ThisMachine, supervise
 from verifiers_rl.inference.client import TOKEN_VARIABLE
 from verifiers_rl.process.interrupts import Interrupted
 from verifiers_rl.process.terminal import print_all_characters
-from verifiers_rl.report.run_folder import RunFolderError, read_metrics
+from verifiers_rl.report.run_folder import RunFolderError, WritingError, read_metrics
 
 # Their modules have `main`, which takes what follows the name.
 COMMANDS = {
@@ -78,7 +78,7 @@ def main() -> None:
     print_all_characters()
     try:
         sys.exit(run())
-    except (TomlError, RunFolderError) as error:
+    except (TomlError, RunFolderError, WritingError) as error:
         fail(error)
     except Interrupted:
         raise
@@ -213,8 +213,8 @@ def check(config: RunConfig) -> int:
     args = check_trainer_options(config)
     check_start(config, args)
     target = Path(args.output_dir).absolute()
-    beside = next(path for path in target.parents if path.exists())
-    # Where the run's own folder will be, because there is room for a model.
+    # Where the run's own folder is or will be, because there is room for a model.
+    beside = next(path for path in (target, *target.parents) if path.exists())
     with tempfile.TemporaryDirectory(prefix=".vf-rl-check-", dir=beside) as folder:
         small = {
             "output_dir": folder,
@@ -230,8 +230,10 @@ def check(config: RunConfig) -> int:
         config.trainer.args |= small
         # For children that read the files, because these have secrets.
         config.layers.words += [f"--trainer.args.{name}={value}" for name, value in small.items()]
-        status = run_anywhere(config)
-        problem = problem_of(Path(folder, "metrics.jsonl")) if status == 0 else f"status {status}"
+        status, metrics = run_anywhere(config), Path(folder, "metrics.jsonl")
+        problem = f"status {status}" if status else None
+        if metrics.is_file():  # else the trainer was on another machine, which has said how it went
+            problem = problem or problem_of(metrics)
         if problem:
             logs, kept = Path(folder, LOGS), tempfile.mkdtemp(prefix="vf-rl-check-")
             logs.mkdir(exist_ok=True)  # there are none where Ray brings them here
@@ -252,6 +254,11 @@ def problem_of(metrics: Path) -> str | None:
             if row.get(name) is not None
         )
         print(f"vf-rl: step {row['step']:g}: {', '.join(shown)}", flush=True)
+    if not rows:
+        return (
+            "no step had a token to train on: all rewards of a group were equal, or all replies "
+            "were masked; try easier or harder examples, or more rollouts_per_example"
+        )
     bound = FIRST_MISMATCH_KL
     # None: it was not finite.
     if any(row["mismatch_kl"] is None or row["mismatch_kl"] > bound for row in rows):

@@ -94,8 +94,11 @@ def ask_for_server(path: Path, policy: Any, adapter: Any, args: Any) -> None:
         args: the `RLConfig`.
 
     Raises:
-        ConfigError: the script needs no server, or the model is from no folder or hub.
+        ConfigError: the script needs no server, has one of another model, or the model is from no
+            folder or hub.
     """
+    import tomllib
+
     import tomli_w
 
     from verifiers_rl.config import ConfigError
@@ -114,9 +117,15 @@ def ask_for_server(path: Path, policy: Any, adapter: Any, args: Any) -> None:
         )
     options = {name: value for name in OF_SERVER if (value := getattr(args, name))}
     options["output_dir"] = os.path.abspath(args.output_dir)
+    # The request is in another folder than the one to which these are relative.
+    model = os.path.abspath(model) if os.path.isdir(model) else model
+    if path.exists() and (served := tomllib.loads(path.read_text())["model"]) != model:
+        raise ConfigError(
+            f"model={model!r}: vf-rl has started a server of {served} for this script, and starts "
+            "one alone; train the other model in a script of its own"
+        )
     request = {
-        # The request is in another folder than the one to which these are relative.
-        "model": os.path.abspath(model) if os.path.isdir(model) else model,
+        "model": model,
         "env": {"id": "script"},
         "inference": {
             "args": {

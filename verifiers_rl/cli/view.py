@@ -69,6 +69,6 @@ def _write(options: argparse.Namespace, runs: Any) -> None:
 
     try:
         lines = write_page(runs, options.output, int(options.max_mb * 1e6))
-    except OSError as error:
-        fail(f"{options.output}: {error.strerror}; choose another -o")
+    except (OSError, ValueError) as error:  # "." is no name of a file
+        fail(f"-o {options.output}: {error}")
     print("\n".join(lines))

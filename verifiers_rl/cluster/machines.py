@@ -133,7 +133,7 @@ def run_on_machines(config: RunConfig) -> int | None:
     if (machine := machine_of(config)) is None:
         return run_on_ray(config) if config.cluster.address else None
     timeout_s = config.option("vllm_server_timeout")
-    address = find_head(machine)
+    address = find_head(machine) if machine.rank == 0 else ""
     # Ray's own ports ask for this token. Our token itself stays with our processes.
     token = hmac.digest(os.environ[TOKEN_VARIABLE].encode(), b"ray", "sha256").hex()
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token)
@@ -141,7 +141,7 @@ def run_on_machines(config: RunConfig) -> int | None:
     with tempfile.TemporaryDirectory(prefix="vf-rl-") as folder:
         try:
             if machine.rank:
-                return join(machine, address, timeout_s, Path(folder))
+                return join(machine, timeout_s, Path(folder))
             config.cluster.address = f"{address}:{machine.port}"
             where = f"Ray's head for {machine.size} machines at {config.cluster.address}"
             print(f"vf-rl: this machine is {where}", flush=True)
@@ -154,7 +154,7 @@ def run_on_machines(config: RunConfig) -> int | None:
 
 
 def find_head(machine: Machine) -> str:
-    """Return the address of the machine with Ray's head.
+    """Return the address of this machine, which is to have Ray's head.
 
     Raises:
         TomlError: MASTER_ADDR has none, or one that other machines cannot reach.
@@ -167,7 +167,7 @@ def find_head(machine: Machine) -> str:
             f"MASTER_ADDR={host!r} cannot be reached: {error.strerror}; set it to the name or "
             "address of the machine with RANK=0"
         ) from error
-    if machine.rank == 0 and address.startswith("127.") and host not in (address, "localhost"):
+    if address.startswith("127.") and host not in (address, "localhost"):
         raise TomlError(
             f"MASTER_ADDR={host!r} is {address} on this machine, which other machines "
             "cannot reach; set it to this machine's address in their network"
@@ -175,22 +175,23 @@ def find_head(machine: Machine) -> str:
     return address
 
 
-def join(machine: Machine, address: str, timeout_s: float, folder: Path) -> int:
+def join(machine: Machine, timeout_s: float, folder: Path) -> int:
     """Let the run use this machine, until it has ended; return its exit status.
 
     Args:
-        address: of the head.
         folder: for files of this machine.
 
     Raises:
         ChildError: there is no head within `timeout_s`, or it is lost.
     """
-    where = f"Ray's head at {address}:{machine.port}"
+    where, address = f"Ray's head at {machine.host}:{machine.port}", ""
     print(f"vf-rl: machine {machine.rank} of {machine.size} joins {where}", flush=True)
 
     def listens() -> bool:
-        try:
-            socket.create_connection((address, machine.port), 5.0).close()
+        nonlocal address
+        try:  # its name may have no address before its machine is up
+            with socket.create_connection((machine.host, machine.port), 5.0) as connection:
+                address = str(connection.getpeername()[0])
         except OSError:
             return False
         return True
@@ -210,8 +211,8 @@ def join(machine: Machine, address: str, timeout_s: float, folder: Path) -> int:
         print(f"\nvf-rl: {signal.Signals(number).name}: waiting for the end of the run", flush=True)
 
     words = ["--address", f"{address}:{machine.port}"]
-    handle_signals(on_signal)
     with ray_here(words, folder, f"Ray on this machine, which joins {where},", timeout_s) as ray:
+        handle_signals(on_signal)  # until here a signal ends this process, and Ray with it
         while time.monotonic() < deadline:
             is_lost = ray.wait(POLL_S)  # looked at first: the head ends when it has told the status
             for end in folder.glob(f"{END}*"):

@@ -152,6 +152,8 @@ class RayChild(Child):
                     "(vllm_server_timeout); see Ray's logs (/tmp/ray/session_latest/logs), and "
                     "whether a firewall lets its ports pass"
                 )
+        except ray.exceptions.RayTaskError as error:  # of the actor's own code
+            self._status, self._why_lost = 1, f"could not be run: {error.cause}"
         except ray.exceptions.RayError:
             where = self.address[0] if self.address else "before it had an address"
             self._lose(f"is lost with its machine, {where}")

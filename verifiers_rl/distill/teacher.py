@@ -16,11 +16,13 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from string import Formatter
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import aiohttp
 import numpy as np
+from jinja2 import TemplateError
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
@@ -151,6 +153,7 @@ class Distillation:
         what = f"algorithm={self.algorithm!r}"
         if bool(self.hint) != (self.algorithm == "opsd"):
             raise ValueError(f"{what}, hint={self.hint!r}: 'opsd' needs a hint, others have none")
+        [*Formatter().parse(self.hint)]  # raises ValueError for a lone brace
         if self.algorithm != "opsd" and self.teacher is None:
             raise ValueError(f"{what} needs a teacher; set teacher, or remove it")
 
@@ -286,10 +289,10 @@ class Distillation:
         for key in ("task", "data", "row", "info"):  # where kinds of environments pack them
             fields |= inner if isinstance(inner := fields.get(key), dict) else {}
         try:
-            text = self.hint.format_map(fields)
-        except (KeyError, AttributeError, ValueError) as error:
+            message = {"role": "system", "content": self.hint.format_map(fields)}
+            template = self._options.chat_template_kwargs
+            return Renderer(self._options.tokenizer).render([message], is_prompt=False, **template)
+        except (LookupError, AttributeError, TypeError, ValueError, TemplateError) as error:
             known = f"an example has the fields {', '.join(sorted(map(str, fields)))}"
             where = f"environment {self._options.name!r}: hint={self.hint!r}"
             raise InvalidEnvironmentError(f"{where}: {error!r}; {known}") from error
-        renderer, message = Renderer(self._options.tokenizer), {"role": "system", "content": text}
-        return renderer.render([message], is_prompt=False, **self._options.chat_template_kwargs)

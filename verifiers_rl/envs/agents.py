@@ -14,7 +14,6 @@ env_from_agent           a function, in a script
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import os
 import re
@@ -22,9 +21,7 @@ import shlex
 import shutil
 import signal
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
@@ -45,7 +42,7 @@ from verifiers_rl.envs.dataset import (
 )
 from verifiers_rl.envs.v1_client import CONTEXT
 from verifiers_rl.envs.v1_loading import load_v1_environment
-from verifiers_rl.process.loop_thread import run_contained
+from verifiers_rl.process.loop_thread import call_on_thread, run_contained
 
 __all__ = ["AgentHarness", "AgentTaskset"]  # what verifiers finds in this module
 
@@ -56,6 +53,8 @@ OF_ROLLOUT = ("base_url", "api_key", "model")
 MAX_PRINTED = 65_536  # bytes at the end of what a program prints, which are kept
 EXIT_S = 5.0  # deadline for the end of its stdout, after its exit
 _COLUMN = re.compile(r"(?<!\$)\{(\w+)\}")  # ${NAME} is one of a shell
+# A program and the word before its code: -c, of a shell also -lc.
+_CODE = re.compile(r".* -\w*c|(node|perl|ruby|php|lua|Rscript)\S* (-\w*[eEpr]|--(eval|print))")
 
 
 class AgentHarnessConfig(vf.HarnessConfig):
@@ -88,7 +87,7 @@ class AgentHarness(vf.Harness[AgentHarnessConfig]):
         given = {"base_url": endpoint, "api_key": secret, "model": ctx.model}
         if isinstance(data, AgentData):
             wanted = {name: given[name] for name in given.keys() & data.agent.keywords}
-            playing = run_contained(call(partial(data.agent, **wanted)))
+            playing = run_contained(call_on_thread(partial(data.agent, **wanted)))
         else:
             variables = {f"OPENAI_{name.upper()}": value for name, value in given.items()}
             variables["PATH"] = os.environ.get("PATH", os.defpath)
@@ -145,7 +144,7 @@ def load_agent_environment(given: Mapping[str, Any], *folders: Path) -> vf.Env:
         for name in _COLUMN.findall(word):
             if name not in columns:
                 problem = f"{name!r} is no column of the tasks: {', '.join(columns)}"
-            elif re.fullmatch(r"-\w*c", before):  # of a shell also -lc
+            elif _CODE.fullmatch(f"{Path(words[0]).name} {before}"):
                 problem = f"put {{{name}}} behind the code, where it is data, not code"
     if problem:
         raise InvalidEnvironmentError(f"command={command}: {problem}")
@@ -213,24 +212,6 @@ async def run_program(
 
 
 # --- A function -----------------------------------------------------------------------------------
-
-
-async def call(agent: Callable[[], Any]) -> Any:
-    """Call a function on a thread of its own. If it is async, what it returns is awaited here."""
-    future = Future[Any]()
-    future.set_running_or_notify_cancel()  # after the deadline, its result is nobody's
-
-    def run() -> None:
-        try:
-            future.set_result((agent(), None))
-        except BaseException as error:  # no exception of the future, which refuses StopIteration
-            future.set_result((None, error))
-
-    threading.Thread(target=run, daemon=True).start()
-    answer, error = await asyncio.wrap_future(future)
-    if error is not None:
-        raise error
-    return await answer if inspect.isawaitable(answer) else answer
 
 
 class AgentTaskset(ExampleTaskset):

@@ -288,7 +288,7 @@ class WeightedEnv:
     eval_examples: PositiveInt | None = None
     scorer: Any = None
     python: str = ""
-    folders: Sequence[Path] = ()
+    folders: Sequence[str | Path] = ()
 
     def __post_init__(self) -> None:
         kind: Any = type(self)

@@ -199,7 +199,8 @@ def _keep_reward_errors(rubric: Any) -> None:
     """Make an exception in a reward function fail its rollout. `verifiers` logs it and scores 0,
     which would train the model on a number that nobody computed.
     """
-    for inner in getattr(rubric, "rubrics", []):
+    of_group = [env.rubric for env in getattr(rubric, "env_map", {}).values()]  # of an EnvGroup
+    for inner in [*getattr(rubric, "rubrics", []), *of_group]:
         _keep_reward_errors(inner)
 
     # `state` is that of a rollout, or those of a group.

@@ -43,7 +43,7 @@ class ForeignEnvironment:
         table: Mapping[str, Any],
         python: str,
         options: RunnerOptions,
-        folders: Sequence[Path] = (),
+        folders: Sequence[str | Path] = (),
     ) -> None:
         if json.loads(json.dumps(table, default=repr)) != table:
             raise InvalidEnvironmentError(

@@ -40,6 +40,11 @@ def make_environment(recipe: Mapping[str, Any]) -> Any:
         raise InvalidEnvironmentError(
             f"a taskset needs verifiers 0.4 or later, and this Python has {version('verifiers')}"
         )
+    if unknown := sorted(table.keys() - {"id", "args"}):
+        raise InvalidEnvironmentError(
+            f"unknown keys: {', '.join(unknown)}; a classic environment has id and args, the "
+            "arguments of its load_environment"
+        )
     from verifiers_rl.envs.classic import ClassicEnvironment
 
     add_folders(*folders)

@@ -65,6 +65,12 @@ class Environments:
                 raise InvalidEnvironmentError(
                     f"two environments are named {twice[0]!r}; give one another name"
                 )
+        for part in parts:
+            if part.given.eval_examples is not None and len(part.runner.weights) > 1:
+                raise InvalidEnvironmentError(
+                    f"environment {part.given.name!r}: eval_examples is for one environment, and "
+                    f"its runner has {len(part.runner.weights)}; leave it out"
+                )
         if not self.parts["train"]:
             raise InvalidEnvironmentError(
                 "no environment is for training: all have only='eval'; add one, or leave it out"
@@ -75,6 +81,11 @@ class Environments:
             for own in part.runner.weights
         ]
         scorers = [part.given.scorer for part in parts if part.given.scorer is not None]
+        if len({*map(id, scorers)}) < len(scorers):
+            raise InvalidEnvironmentError(
+                "one scorer, such as a Distillation, is given to two environments; make one for "
+                "each, because it has the examples of its environment"
+            )
         self.scoring_timeout_s = max((scorer.longest_wait_s for scorer in scorers), default=0.0)
         self._opened: list[EnvRunner | GroupScorer] = [*(part.runner for part in parts), *scorers]
 

@@ -7,6 +7,7 @@ has the form of a row that `vf-sft` reads.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -82,7 +83,8 @@ class PlayedEnvironment(V1Environment):
         if any(message["role"] == "assistant" for message in prompt):
             row = {"prompt": prompt, "completion": completion}
         if tools := getattr(trace, "tools", []):
-            row["tools"] = [_tool(tool) for tool in tools]
+            # As text: a parameter may have the default null, and a row's keys of null are left out.
+            row["tools"] = json.dumps([_tool(tool) for tool in tools])
         if self._template:
             row["chat_template_kwargs"] = self._template
         row |= {"reward": finite_reward(trace.reward), "environment": self.name}

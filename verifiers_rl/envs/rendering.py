@@ -40,7 +40,7 @@ def as_object(arguments: Any) -> Any:
     """Return the arguments of a tool call as an object; as they are if they are no JSON."""
     try:
         return json.loads(arguments) if isinstance(arguments, str) else arguments
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # such as a number of 5,000 digits
         return arguments  # the model's mistake; the environment answers it
 
 

@@ -54,7 +54,7 @@ from verifiers_rl.envs.v1_loading import (
 )
 from verifiers_rl.inference import RolloutSession, allowed_tokens
 from verifiers_rl.process.limits import FILES_OF_ROLLOUT, raise_open_files
-from verifiers_rl.process.loop_thread import run_contained
+from verifiers_rl.process.loop_thread import call_on_thread, run_contained
 from verifiers_rl.requests import GroupRequest
 from verifiers_rl.types import ALLOWED_TOKENS, LOAD_S, ROUTED_EXPERTS, Rollout, Sample, Split
 
@@ -141,7 +141,9 @@ class V1Environment:
             num_held_out = 0 if of_evaluation is not None else num_eval_tasks
             self._eval_tasks = list(itertools.islice(self._iterate(taskset), num_held_out))
             self._tasks = TaskStream(lambda: self._iterate(taskset), len(self._eval_tasks))
+            num_overlong = self.num_overlong_prompts
             self._tasks[0]  # raises if there is none
+            self.num_overlong_prompts = num_overlong  # it began at the beginning again
             tasks = "a stream of tasks, in its order"
         if of_evaluation is not None:
             stop = None if of_evaluation.bounded else num_eval_tasks
@@ -192,7 +194,8 @@ class V1Environment:
         deadline_s = max(self.options.timeout_s, LOAD_S)
         try:
             # On a thread: a resumed run makes all earlier tasks, and a stream may read files.
-            return await asyncio.wait_for(asyncio.to_thread(tasks.__getitem__, index), deadline_s)
+            making = call_on_thread(partial(tasks.__getitem__, index))
+            return await asyncio.wait_for(making, deadline_s)
         except TimeoutError as error:
             raise InvalidEnvironmentError(
                 f"environment {self.name!r}: task {index} of its stream did not come within "

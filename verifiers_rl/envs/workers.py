@@ -22,6 +22,7 @@ and its messages have no place for policy versions.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import base64
 import faulthandler
 import gc
@@ -94,19 +95,8 @@ _OF_REQUEST = [f.name for f in fields(GroupRequest) if f.name not in ("places", 
 _OF_ROLLOUT = [f.name for f in fields(Rollout) if f.name not in ("samples", "error", "record")]
 
 
-def frame(message: Mapping[str, Any], content: bytes | np.ndarray = b"") -> list[Any]:
-    """Return the parts of a message, to be written one after the other. `content` may be an array
-    of bytes.
-
-    Raises:
-        TypeError: the message has a value that JSON has no form for.
-    """
-    text = json.dumps(message).encode()
-    return [np.array([len(text), len(content)], "<i8"), text, content]
-
-
 class Outbox:
-    """Sends frames. All of one turn of the event loop are written at once: each write gives the
+    """Sends messages. All of one turn of the event loop are written at once: each write gives the
     interpreter's lock away, and a trainer that computes takes milliseconds to give it back.
     """
 
@@ -114,11 +104,15 @@ class Outbox:
         self._writer, self._frames = writer, list[Any]()
 
     def send(self, message: Mapping[str, Any], content: bytes | np.ndarray = b"") -> None:
-        """Send a frame. Raises as `frame` does."""
-        parts = frame(message, content)
+        """Send a message. `content` may be an array of bytes.
+
+        Raises:
+            TypeError: the message has a value that JSON has no form for.
+        """
+        text = json.dumps(message).encode()
         if not self._frames:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._frames += parts
+        self._frames += [np.array([len(text), len(content)], "<i8"), text, content]
 
     def _flush(self) -> None:
         frames, self._frames = self._frames, []
@@ -137,7 +131,7 @@ async def receive(reader: asyncio.StreamReader) -> tuple[dict[str, Any], bytes]:
 
 
 def pack_group(group: Sequence[Rollout]) -> tuple[dict[str, Any], np.ndarray]:
-    """Return rollouts in a form for `frame`: their samples are the bytes. An error becomes its
+    """Return rollouts in a form for `Outbox`: their samples are the bytes. An error becomes its
     description and its traceback, because its class may be known to this process only.
     """
     samples = [sample for rollout in group for sample in rollout.samples]
@@ -440,6 +434,7 @@ class Worker:
             while True:
                 what = await said.get()
                 if isinstance(what, Exception):
+                    request.progress.num_done -= sum(task.done() for task in holding)
                     raise what
                 message, content = what
                 if "rollouts" in message:
@@ -481,15 +476,14 @@ class Worker:
 
     async def _watch(self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader) -> None:
         """Report a process that is blocked, and end it after `_silent_s`."""
-        await asyncio.shield(self.ready)
         was_blocked = False
         while self._num_silent * ALIVE_S < self._silent_s:
             await asyncio.sleep(ALIVE_S)
-            self._num_silent += 1
             if process.poll() is not None:
                 # It may have started others, which hold its end of the connection open.
                 reader.feed_eof()
                 return
+            self._num_silent += self.ready.done()  # before, it has `_load_s`
             if self.is_blocked and not was_blocked:
                 logger.warning(
                     "%s: worker %d has not answered for %g s; other workers get its new groups. "
@@ -617,6 +611,7 @@ def main(descriptor: int, parent: int, make_environment: Callable[[Any], Any]) -
     gc.freeze()  # as Orchestrator.start does
     with socket.socket(fileno=descriptor) as connection:
         asyncio.run(_serve(connection, runners, setup, problem))
+    atexit._run_exitfuncs()  # verifiers removes sandboxes and tunnels there
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

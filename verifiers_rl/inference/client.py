@@ -71,8 +71,8 @@ def find_token(host: str, port: int) -> str:
     """Return the token from the environment. Without one, and for a server on this machine, return
     the token from the file that `vf-vllm` left. Without either, return "".
     """
-    if TOKEN_VARIABLE in os.environ:
-        return os.environ[TOKEN_VARIABLE]
+    if token := os.environ.get(TOKEN_VARIABLE):
+        return token
     if host not in LOOPBACK:  # another machine must not learn the token of a server here
         return ""
     try:
@@ -109,7 +109,10 @@ class InferenceClient:
 
     def status(self) -> dict[str, Any]:
         """GET /weight_sync/status: see `weight_routes.WeightRoutes.status`."""
-        return ControlRequest(self, "/weight_sync/status", method="GET").begin().answer()
+        status = ControlRequest(self, "/weight_sync/status", method="GET").begin().answer()
+        if "policy_version" not in status:
+            raise _not_ours(self.base_url, "/weight_sync/status")
+        return status
 
     def check_model(self, config: Any) -> None:
         """Raise InferenceServerError unless the server's model has the sizes
@@ -135,6 +138,12 @@ class InferenceClient:
         describes them, or to one of vLLM's own. Its arguments are those of `ControlRequest`.
         """
         return ControlRequest(self, path, fields, timeout_s, num_bytes=num_bytes)
+
+
+def _not_ours(url: str, path: str) -> InferenceServerError:
+    return InferenceServerError(
+        f"the server at {url} has no {path}: it is not vf-vllm. Start the server with `vf-vllm`"
+    )
 
 
 class ControlRequest:
@@ -208,6 +217,8 @@ class ControlRequest:
             InferenceServerError: the server's error.
         """
         with self._lost_at_errors():
+            if self._http.sock is None:
+                raise ConnectionError("given up")  # `close` was called on another thread
             if timeout_s is not None:
                 self._http.sock.settimeout(timeout_s)
             self._reply = reply = self._http.getresponse()
@@ -216,17 +227,14 @@ class ControlRequest:
                 return json.loads(reply.readline())
             text = reply.read().decode(errors="replace")
         self.close()
-        if reply.status == 200:
-            return json.loads(text)
-        if reply.status == 404:
-            raise InferenceServerError(
-                f"the server at {self._url} has no {self._path}: it is not vf-vllm. "
-                "Start the server with `vf-vllm`"
-            )
-        try:
-            reason = json.loads(text)["error"]
-        except (ValueError, KeyError, TypeError):
-            reason = text
+        found = None
+        with suppress(ValueError):
+            found = json.loads(text)
+        if reply.status == 200 and isinstance(found, dict):
+            return found
+        if reply.status in (200, 404):
+            raise _not_ours(self._url, self._path)
+        reason = found["error"] if isinstance(found, dict) and "error" in found else text
         is_lost = reply.status in LOST or reply.status >= FAILED
         kind = ServerLostError if is_lost else InferenceServerError
         raise kind(f"{self._method} {self._url}{self._path}: {reply.status}: {reason}")

@@ -136,8 +136,9 @@ class RolloutEngine(AsyncLLM):
         self, request_id: str, prompt: Any, params: Any, *args: Any, **options: Any
     ) -> Any:
         await self.admits.wait()  # from here to vLLM's own list of requests, nothing is awaited
-        if self.cache_salt is not None and not prompt.get("cache_salt"):
-            prompt = {**prompt, "cache_salt": self.cache_salt}
+        if self.cache_salt is not None:  # also beside a salt that the request has
+            salt = self.cache_salt + (prompt.get("cache_salt") or "")
+            prompt = {**prompt, "cache_salt": salt}
         queue = await super().add_request(request_id, prompt, params, *args, **options)
         generation = current_generation.get()
         if generation is not None and generation.tokens is not None:

@@ -13,7 +13,6 @@ import json
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, Self
 
 import aiohttp
@@ -91,7 +90,6 @@ class ServerClient(AsyncOpenAI):
     """
 
     def __init__(self, base_url: str, timeout_s: float) -> None:
-        self._key_of = cache(generation_key)
         self._rollout = RolloutSession(0)  # of requests that belong to none
         self._gathered: dict[tuple[str, str], _Gathered] = {}  # by address and body
         # No proxy: it is our own server.
@@ -153,7 +151,8 @@ class ServerClient(AsyncOpenAI):
             return await super().post(path, cast_to=cast_to, **kwargs)
         rollout = self._rollout
         base = str(self.base_url).rstrip("/") if rollout.url is None else f"{rollout.url}/v1"
-        url, headers = base + path, {"Authorization": f"Bearer {self._key_of(base)}"}
+        # A server that starts anew may have another key.
+        url, headers = base + path, {"Authorization": f"Bearer {generation_key(base)}"}
         body = rollout.with_seed(kwargs["body"])
         try:
             response = None

@@ -269,11 +269,14 @@ def main() -> None:
     if problem := error_of_flags(args):
         parser.error(problem)
     try:
-        _, reservation = reserve_port(args.host, args.port)  # first: the hub may be slow
+        # First: the hub may be slow.
+        args.port, reservation = reserve_port(args.host, args.port)
     except PortError as error:
         sys.exit(f"vf-vllm: {error}")
     if problem := model_error(args.model):
         sys.exit(f"vf-vllm: {problem}")
+    if args.model.startswith("~"):  # of --model=~/m, which a shell leaves as it is
+        args.model = os.path.expanduser(args.model)
     if args.host not in LOOPBACK:
         key = "no key (--open)" if args.open else f"the run's token ({TOKEN_VARIABLE}) or --api-key"
         print(

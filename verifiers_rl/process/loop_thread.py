@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import threading
 from collections.abc import Callable, Coroutine
@@ -79,6 +80,26 @@ async def run_contained(coroutine: Coroutine[Any, Any, Any]) -> Any:
         _raise_contained(error)
 
 
+async def call_on_thread(function: Callable[[], Any]) -> Any:
+    """Call a function on a thread of its own, which does not keep the process from ending. If it is
+    async, what it returns is awaited here.
+    """
+    future = Future[Any]()
+    future.set_running_or_notify_cancel()  # after the deadline, its result is nobody's
+
+    def run() -> None:
+        try:
+            future.set_result((function(), None))
+        except BaseException as error:  # no exception of the future, which refuses StopIteration
+            future.set_result((None, error))
+
+    threading.Thread(target=run, daemon=True).start()
+    answer, error = await asyncio.wrap_future(future)
+    if error is not None:
+        raise error
+    return await answer if inspect.isawaitable(answer) else answer
+
+
 class LoopThread:
     """A daemon thread that runs an event loop, from construction until `stop`. Its tasks are
     contained, see `contain_tasks`.
@@ -101,7 +122,7 @@ class LoopThread:
             RuntimeError: something blocks the loop, so the thread does not end.
         """
         try:
-            self.run(_cancel_all_others(close)).result(timeout=2 * STOP_DEADLINE_S)
+            self.run(_cancel_all_others(close)).result(timeout=3 * STOP_DEADLINE_S)
         finally:
             self.loop.call_soon_threadsafe(self.loop.stop)
             self.thread.join(timeout=STOP_DEADLINE_S)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
-from typing import Any
 
 from verifiers_rl.process.interrupts import raise_if_interrupted, say
 
@@ -48,18 +46,3 @@ def wait_until(is_done: Callable[[], bool], what: str, timeout_s: float) -> bool
         line.show()
         time.sleep(POLL_S)
     return True
-
-
-def result_of(future: Future[Any], deadline_s: float, describe: Callable[[], str]) -> Any:
-    """Wait for the future and return its result.
-
-    Raises:
-        TimeoutError: there was no result after `deadline_s` seconds; the future is not done then.
-        Interrupted: a signal asks the run to end.
-    """
-    deadline, line = time.monotonic() + deadline_s, WaitingLine(describe)
-    while (left_s := deadline - time.monotonic()) > 0:
-        if wait([future], timeout=min(left_s, POLL_S)).done:
-            return future.result()
-        line.show()
-    raise TimeoutError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+from transformers.trainer_callback import ProgressCallback
 
 from verifiers_rl.distributed import reduce_over_ranks
 from verifiers_rl.losses import MAX_LOG_RATIO, LossInputs, log_importance_ratio
@@ -22,7 +23,6 @@ from verifiers_rl.models import num_experts
 from verifiers_rl.packing import Microbatch
 from verifiers_rl.process.terminal import showing
 from verifiers_rl.report.run_folder import short
-from verifiers_rl.router_replay import expert_load
 from verifiers_rl.types import Batch, SampleSizes
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 MAXIMA = ("importance_ratio_max", "staleness_max")
 
 
+OF_TRAINER = ("loss", "grad_norm", "learning_rate", "epoch", "step")  # its names in a line of logs
 # The last one is 1 where a mask took the token out.
 TOKEN_VALUES = ("trainer_logprobs", "entropy", "is_masked")
 
@@ -97,10 +98,11 @@ class TokenMeans:
 
     Args:
         values: collects the values of some tokens beside.
+        others: names of the step's other metrics.
     """
 
-    def __init__(self, values: TokenValues | None = None) -> None:
-        self._values = values
+    def __init__(self, values: TokenValues | None = None, others: Iterable[str] = ()) -> None:
+        self._values, self._others = values, {*others, *OF_TRAINER}
         self._names: list[str] = []
         self._sums = torch.zeros(0, dtype=torch.float64)  # one for each name
         self._largest_ratio = torch.zeros(())
@@ -108,6 +110,9 @@ class TokenMeans:
     def add(self, inputs: LossInputs, metrics: dict[str, Tensor], microbatch: Microbatch) -> None:
         """Add one microbatch: (N,) tensors over its loss tokens, with the same names each time. Of
         one without loss tokens only the names count: the ranks add up the same ones.
+
+        Raises:
+            ValueError: the loss has returned other names before, or one that is taken.
         """
         if self._values is not None:
             self._values.add(microbatch.sample_ids, inputs, metrics)
@@ -121,12 +126,19 @@ class TokenMeans:
             "clamped_share": (log_ratio.abs() >= MAX_LOG_RATIO).float(),
             "entropy": inputs.entropy,
             "advantage_abs": inputs.advantages.abs(),
-            **metrics,
         }
+        if taken := metrics.keys() & {*tokens, *self._others}:
+            raise ValueError(f"the loss returns a metric {taken}, a name that the step's own have")
+        tokens |= metrics
         sums = torch.stack([values.detach().float().sum().double() for values in tokens.values()])
         if not self._names:
             self._names, self._sums = list(tokens), torch.zeros_like(sums)
             self._largest_ratio = torch.zeros_like(ratio[0])
+        if self._names != list(tokens):
+            raise ValueError(
+                f"the loss returned the metrics {list(metrics)}, and for another microbatch others "
+                f"of {self._names}; it must return the same ones, in one order"
+            )
         if microbatch.has_loss:
             self._sums = self._sums + sums
             self._largest_ratio = torch.maximum(self._largest_ratio, ratio.max())
@@ -186,13 +198,8 @@ class StepCounts:
         self.num_own_tokens += microbatch.num_tokens
         self.num_positions += microbatch.input_ids.numel()
 
-    def metrics(self, batch: Batch, model: nn.Module) -> dict[str, float]:
-        """Return what a step logs of its batch; docs/metrics.md defines each.
-
-        Args:
-            batch: that was trained on.
-            model: the causal LM, without wrappers around it.
-        """
+    def metrics(self, batch: Batch) -> dict[str, float]:
+        """Return what a step logs of the batch it was trained on; see docs/metrics.md."""
         sizes = batch.sizes
         return {
             "num_tokens": float(batch.num_tokens),
@@ -207,7 +214,6 @@ class StepCounts:
             "skipped_update_share": float(not self.num_microbatches),
             "policy_version": float(batch.policy_version),
             **batch.staleness(),
-            **expert_load(model, batch.samples),
         }
 
 
@@ -286,6 +292,7 @@ PEAK_FLOPS = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
     "H100": 989e12,
+    "H200 NVL": 835e12,
     "H200": 989e12,
     "B200": 2250e12,
 }
@@ -379,6 +386,5 @@ class ShortProgress(ProgressCallback):
 
 def replace_progress_bar(trainer: Trainer) -> None:
     """Put our progress bar in place of Trainer's."""
-    trainer.remove_callback(ProgressCallback)
-    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(DEFAULT_PROGRESS_CALLBACK)  # in a notebook another one
     trainer.add_callback(ShortProgress())

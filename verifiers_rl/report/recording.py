@@ -50,6 +50,9 @@ from verifiers_rl.types import Batch, Rollout, Sample, SampleSizes, Split
 
 logger = logging.getLogger(__name__)
 
+# Options whose values a checkpoint's optimizer has, so that new ones do not reach it.
+OF_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+
 WRITE_S = 300.0  # that the rollouts of a step may take
 GIT_S = 10.0
 MAX_CHARACTERS = 1_000_000  # of all code in run.json
@@ -98,8 +101,9 @@ class RunFiles(TrainerCallback):
             status = "interrupted" if is_interrupt else "failed"
             jobs: list[Callable[[], None]] = [self.checkpoint, partial(self._write_end, status)]
             if groups := getattr(error, "groups", ()):  # whose rollouts have all failed
-                step = self._trainer.state.global_step + 1
-                jobs.insert(0, partial(self._append, "train", step, groups))
+                split = getattr(error, "split", "train")
+                step = self._trainer.state.global_step + (split == "train")
+                jobs.insert(0, partial(self._append, split, step, groups))
             for job in jobs:
                 try:
                     job()
@@ -320,6 +324,7 @@ def read_code(output_dir: str) -> dict[str, str]:
 
 def record_changes(folder: Path, before: Mapping[str, Any], step: int) -> None:
     """Say what a run that goes on at this step has changed, and add it to `changes` in run.json.
+    `checkpoints.Position` says which options of the optimizer stay as they were.
 
     Args:
         before: run.json as it was.
@@ -328,7 +333,7 @@ def record_changes(folder: Path, before: Mapping[str, Any], step: int) -> None:
     for kind in ("args", "versions", "code"):
         for name in {**before[kind], **now[kind]}:
             was, value = before[kind].get(name), now[kind].get(name)
-            if was != value:
+            if was != value and name not in OF_OPTIMIZER:
                 logger.warning("from step %d on, %s=%.60s; it was %.60s", step, name, value, was)
                 changes.append({"step": step, "name": name, "before": was, "now": value})
     write_run(folder, {"changes": changes})

@@ -215,9 +215,8 @@ def clear_run_folder(output_dir: str | Path) -> None:
     """
     folder = Path(output_dir).expanduser()
     patterns = [RUN, METRICS, _ROLLOUTS, UNFINISHED, ABANDONED]
-    with suppress(json.JSONDecodeError):  # a disk that lost power; it is removed
-        if saved := read_run(folder).get("save_final"):
-            patterns += [*MODEL_FILES, *([MERGED] if saved == "merged" else [])]
+    if saved := read_run(folder).get("save_final"):
+        patterns += [*MODEL_FILES, *([MERGED] if saved == "merged" else [])]
     found = [path for pattern in patterns for path in folder.glob(pattern)]
     for path in [*found, *checkpoints_of(folder)]:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -261,14 +260,14 @@ def write_metrics(target: Path, rows: list[dict[str, Any]]) -> None:
     replace_file(target, b"".join(as_json(row) + b"\n" for row in rows))
 
 
-def replace_file(target: Path, content: bytes) -> None:
+def replace_file(target: Path, content: bytes, fix: str = "make room there") -> None:
     """Write a file that others may be reading, which find the old one or the new one, and no part.
 
     Raises:
         WritingError: it cannot be written.
     """
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
-    with writing(target):
+    with writing(target, fix):
         try:
             unfinished.write_bytes(content)
             unfinished.replace(target)
@@ -362,9 +361,11 @@ def _damage_of(checkpoint: Path, reads_all: bool) -> list[str]:
 
 
 def read_run(folder: str | Path) -> dict[str, Any]:
-    """Return run.json of a run; {} if there is none."""
+    """Return run.json of a run; {} if there is none, or if a disk that lost power has cut it."""
     path = Path(folder) / RUN
-    return json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    with suppress(json.JSONDecodeError):
+        return json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    return {}
 
 
 def write_run(folder: Path, changes: Mapping[str, Any]) -> None:

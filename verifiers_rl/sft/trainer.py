@@ -75,7 +75,8 @@ class DatasetSource(_Idle):
         return Batch(self._step, self._step, make_samples(rows))
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        return {"num_rows": len(self.rows), "batch_size": self._batch_size}
+        order = {"shuffle": self._shuffle, "seed": self._seed}
+        return {"num_rows": len(self.rows), "batch_size": self._batch_size, **order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raise ConfigError if the steps so far had other rows than these would say."""
@@ -83,8 +84,8 @@ class DatasetSource(_Idle):
             if now != state[name]:
                 raise ConfigError(
                     f"{name}={now}: it was {state[name]} before the checkpoint, so the run cannot "
-                    "go on with the rows that come next; take the same data and batch_size, or "
-                    "start a new run from the checkpoint's model"
+                    "go on with the rows that come next; take the same data, batch_size, shuffle "
+                    "and seed, or start a new run from the checkpoint's model"
                 )
 
 

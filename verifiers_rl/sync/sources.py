@@ -99,6 +99,22 @@ def check_adapter(config: Any, lora_sync: str) -> None:
             raise ConfigError(f"peft_config.{name}={value!r}: {reason}; set lora_sync='merged'")
 
 
+def check_reference(config: Any) -> None:
+    """Raise ConfigError if the model without this adapter is not the one at the start, which a KL
+    penalty compares with.
+    """
+    start, bias = getattr(config, "init_lora_weights", True), getattr(config, "bias", "none")
+    for name, value, holds in (
+        ("init_lora_weights", start, start in _KEEPS_BASE_WEIGHTS),
+        ("bias", bias, bias == "none"),
+    ):
+        if not holds:
+            raise ConfigError(
+                f"peft_config.{name}={value!r}: it changes the base weights, which are the "
+                "reference of the loss (kl_beta, reference_logprobs); leave it out, or the penalty"
+            )
+
+
 # --- What travels ---------------------------------------------------------------------------------
 
 

@@ -147,14 +147,12 @@ def page_of(
     rollouts: Rollouts,
     wanted: Filter,
     start: int = 0,
-    count: int = PAGE,
     upto: int = sys.maxsize,
 ) -> dict[str, Any]:
     """Return rows of the list of rollouts.
 
     Args:
         start: place in the choice from which on rows are wanted.
-        count: of rows.
         upto: the choice is of the first so many rollouts. A list has this from its first page on,
             so that no row moves to another page while the run goes on.
 
@@ -166,11 +164,10 @@ def page_of(
     """
     numbers = select(rollouts, wanted)
     numbers = numbers[numbers < upto]
-    count = min(max(count, 1), 4 * PAGE)
     place = start = min(max(start, 0), len(numbers))
     shown: list[int] = []
     deadline = time.monotonic() + SEARCH_S
-    while place < len(numbers) and len(shown) < count:
+    while place < len(numbers) and len(shown) < PAGE:
         number = int(numbers[place])
         if wanted.text and place > start and time.monotonic() > deadline:
             break
@@ -306,9 +303,7 @@ def complete(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "messages": messages, "rewards": rewards}
 
 
-def tokens_of(
-    rollouts: Rollouts, number: int, start: int = 0, count: int = MAX_TOKENS
-) -> dict[str, Any] | None:
+def tokens_of(rollouts: Rollouts, number: int, start: int = 0) -> dict[str, Any] | None:
     """Return the tokens of a rollout from `start` on.
 
     Returns:
@@ -321,7 +316,7 @@ def tokens_of(
     if not 0 <= number < len(rollouts) or not rollouts.index["flags"][number] & HAS_TOKENS:
         return None
     (columns,) = rollouts.rows([number], TOKENS.names)
-    part = slice(max(start, 0), max(start, 0) + min(count, MAX_TOKENS))
+    part = slice(max(start, 0), max(start, 0) + MAX_TOKENS)
     weights = rollouts.weights(number, columns["trainer_logprobs"])
     sizes = np.abs(np.nan_to_num(list(weights.values())))
     columns |= {f"weight {name}": values.tolist() for name, values in weights.items()}

@@ -12,7 +12,6 @@ import base64
 import gzip
 import hashlib
 import math
-import os
 import re
 import time
 import zlib
@@ -24,6 +23,7 @@ import numpy as np
 
 import verifiers_rl
 from verifiers_rl.json_text import as_json
+from verifiers_rl.report.run_folder import replace_file
 from verifiers_rl.view.browse import (
     complete,
     cut_texts,
@@ -79,9 +79,7 @@ def write_page(runs: Runs, target: Path, max_bytes: int) -> list[str]:
             f"the page has {len(larger) / 1e6:.2f} MB without rollouts; raise --max-mb above it, "
             "or show fewer runs"
         )
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
-    unfinished.write_bytes(page)
-    unfinished.replace(target)
+    replace_file(target, page, "choose another -o")
     lines = [f"{target}: {len(page) / 1e6:.2f} MB"]
     for part in parts:
         lines.append(
@@ -108,14 +106,15 @@ def _describe(run: Run, room: float, different: Set[str]) -> dict[str, Any]:
         "tokens": {},
         "envs": [],
     }
-    rollouts = run.rollouts()
-    if rollouts is not None:
-        part["rewards"] = rewards_over_steps(rollouts)
-        part["envs"] = rollouts.envs
+
+    def add(rollouts: Rollouts) -> None:
+        part["rewards"], part["envs"] = rewards_over_steps(rollouts), rollouts.envs
         part["state"]["num_rollouts"] = len(rollouts)
         # What is compressed alone, and in base64, takes more than its share of the whole.
         own = len(zlib.compress(as_json(part))) * 4 / 3 + 60_000
         part["rollouts"], part["tokens"] = choose_rollouts(rollouts, (room - own) * 3 / 4)
+
+    run.ask(add)
     return part
 
 

@@ -72,9 +72,8 @@ class Runs:
             new = [folder for folder in list(folders)[:MAX_RUNS] if folder not in named]
             for folder in new:
                 name = _free_name(folder, self._runs, new)
-                self._runs[name] = Run(name, folder)
-            shown = [run for run in self._runs.values() if run.folder in folders]
-            return sorted(shown, key=lambda run: list(folders).index(run.folder))
+                self._runs[name] = named[folder] = Run(name, folder)
+            return [named[folder] for folder in folders if folder in named]
 
     def __getitem__(self, name: str) -> Run:
         """Return a run by its name. Raises KeyError if there is none."""

@@ -8,7 +8,7 @@ this machine's are refused, so that no website can reach the page under a name o
     /static/NAME       its parts
     /api/runs          state of each run; 304 if nothing has changed
     /api/metrics       lines of metrics.jsonl, from one on
-    /api/rollouts      a list: filter, start, count
+    /api/rollouts      a list: filter, start
     /api/rollout, /api/group, /api/tokens      of one rollout, by its number
     /api/rewards       how many rollouts had which reward at which step
 """
@@ -24,14 +24,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request, cookie_parser
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
@@ -89,8 +88,8 @@ class TokenGuard:
         if scope["type"] != "http":
             return
 
-        given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
-        is_given = self._is_token(given)
+        request = Request(scope)
+        is_given = self._is_token(request.query_params.get("token", ""))
 
         async def send_with_headers(message: Any) -> None:
             if message["type"] == "http.response.start":
@@ -102,16 +101,10 @@ class TokenGuard:
             await send(message)
 
         app = self._app
-        if not is_given and not self._is_token(self._cookie_of(scope)):
+        if not is_given and not self._is_token(request.cookies.get(self._cookie, "")):
             text = "Open the address that `vf-rl view` has printed: it has this server's token.\n"
             app = PlainTextResponse(text, 403)
         await app(scope, receive, send_with_headers)
-
-    def _cookie_of(self, scope: Any) -> str:
-        for name, value in scope["headers"]:
-            if name == b"cookie":
-                return cookie_parser(value.decode("latin-1")).get(self._cookie, "")
-        return ""
 
     def _is_token(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(), self._token.encode())
