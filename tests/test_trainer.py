@@ -482,7 +482,7 @@ def test_a_server_that_shares_the_gpu_sleeps_in_each_step_where_none_is_ahead(
         (3, [0, 0, 0, 0, 1, 2], [0, 1, 2, 6]),
     ],
 )
-def test_batches_are_ahead_and_weights_change_only_between_them(
+def test_weights_are_sent_and_batches_are_requested_ahead_before_a_step_waits(
     make_trainer, ahead, versions, pushed
 ):
     steps, num_steps = [], len(versions)
@@ -498,8 +498,15 @@ def test_batches_are_ahead_and_weights_change_only_between_them(
     staleness = [step - version for step, version in enumerate(versions)]
     assert logged(trainer, "staleness") == logged(trainer, "staleness_max") == staleness
     if ahead == 3:
-        calls = ["submit 0", "get 0", "submit 1", "submit 2", "submit 3", "get 1", "submit 4"]
+        calls = ["submit 0", "submit 1", "submit 2", "submit 3", "get 0", "submit 4", "get 1"]
         assert trainer.orchestrator.calls[:7] == calls
+
+
+def test_a_deterministic_run_sends_no_weights_while_a_batch_is_generated(make_trainer):
+    trainer = make_trainer(deterministic=True)
+    trainer.train()
+    calls = ["wait", "submit 0", "submit 1", "get 0", "wait", "submit 2", "get 1", "wait", "get 2"]
+    assert trainer.orchestrator.calls == calls
 
 
 def test_logged_values_by_hand(make_trainer):
@@ -619,9 +626,9 @@ def test_an_evaluation_runs_beside_the_next_step_and_is_logged_at_its_own(make_t
     trainer.train()
     # Each begins behind the push that the next step makes anyway, and ends before the push after.
     assert trainer.orchestrator.calls == [
-        "evaluate 0", "submit 0", "get 0", "submit 1", "get 1", "evaluated 0", "submit 2",
-        "get 2", "evaluate 2", "submit 3", "get 3", "evaluated 2", "submit 4",
-        "get 4", "evaluate 4", "evaluated 4", "evaluate 5", "evaluated 5",
+        "evaluate 0", "submit 0", "submit 1", "get 0", "evaluated 0", "submit 2", "get 1",
+        "evaluate 2", "submit 3", "get 2", "evaluated 2", "submit 4", "get 3",
+        "evaluate 4", "get 4", "evaluated 4", "evaluate 5", "evaluated 5",
     ]  # fmt: skip
     assert trainer.weight_sync.pushed == [0, 1, 2, 3, 4, 5]
     # Trainer also evaluates behind the last step. The server then has the final weights.
@@ -641,7 +648,7 @@ def test_an_evaluation_that_decides_over_checkpoints_is_awaited_at_once(make_tra
     trainer = make_trainer(**EVALUATED, **options)
     trainer.train()
     assert trainer.orchestrator.calls[:8] == [
-        "submit 0", "get 0", "submit 1", "get 1", "submit 2",
+        "submit 0", "submit 1", "get 0", "submit 2", "get 1",
         "wait", "evaluate 2", "evaluated 2",
     ]  # fmt: skip
     assert trainer.state.best_metric == 0.5 and eval_rows(trainer)[0] == (2, 0.5)
@@ -713,12 +720,17 @@ def test_a_disk_without_room_for_weights_is_a_full_disk(make_trainer, monkeypatc
 @pytest.mark.parametrize(
     "method, lost_in, ahead, versions, pushed",
     [
-        # The batch of step 1 was asked for with version 0, and twice again with that of then, 1.
-        ("get", [1, 2], 1, [(0, 0), (1, 0), (1, 1), (1, 1), (2, 1)], [0, 1, 1, 3]),
-        # All batches ahead are asked for again.
-        ("get", [2], 2, [(0, 0), (1, 0), (2, 0), (3, 1), (2, 2), (3, 2), (4, 2)], [0, 1, 2, 5]),
-        # In a push, also in that after the last step: no batch is lost.
-        ("push", [1, 3], 1, [(0, 0), (1, 0), (2, 1)], [0, 1, 3]),
+        # All pending batches are asked for again, with the version of then.
+        ("get", [1, 2], 1, [(0, 0), (1, 0), *[(2, 1), (1, 1)] * 2, (2, 1)], [0, 1, 1, 1, 3]),
+        (
+            "get",
+            [2],
+            2,
+            [(0, 0), (1, 0), (2, 0), (3, 1), (4, 2), (2, 2), (3, 2), (4, 2)],
+            [0, 1, 2, 2, 5],
+        ),
+        # In a push, also in that after the last step.
+        ("push", [1, 3], 1, [(0, 0), (1, 0), (1, 1), (2, 1)], [0, 1, 3]),
     ],
 )
 def test_a_server_that_was_lost_gets_its_weights_and_the_batches_again(

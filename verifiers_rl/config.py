@@ -369,9 +369,9 @@ class RLConfig(TrainingArguments):
     """Shuffle the examples anew in each epoch. The order follows from seed."""
     max_off_policy_steps: NotNegativeInt = 1
     """Batches requested in advance. 0: each batch is sampled with the newest weights. 1: the next
-    batch is sampled while the trainer works on this one. k > 1 keeps the server busy while a batch
-    waits for its slowest rollouts; weights then change while the server generates, and no token is
-    older than k steps."""
+    batch is sampled while the trainer works on this one, or waits for its slowest rollouts; weights
+    then change while the server generates. No token is older than so many steps. More keep the
+    server busy where a rollout takes longer than a step."""
 
     # --- Sampling ---------------------------------------------------------------------------------
     max_tokens: PositiveInt | None = None

@@ -1,12 +1,12 @@
 """Evaluations beside training: when each begins and ends.
 
     step k ends        request(k)    the weights of version k are to be evaluated
-    step k             get batch k, push version k, begin(): rollouts of the evaluation and of the
-                       next batch share the server, and all have version k
-    step k + 1         get batch k + 1, end(): wait for the evaluation, then push version k + 1
+    step k             push version k, begin(): rollouts of the evaluation and of the pending
+                       batches share the server, and have version k from here on
+    step k + 1         end(): wait for the evaluation, then push version k + 1
 
 So an evaluation adds no push, and holds up only the push after its own, by what it still needs
-when the batch before that push is there. In the last `max_off_policy_steps` steps no batch is
+when the step before that push is done. In the last `max_off_policy_steps` steps no batch is
 requested, and so nothing is pushed; an evaluation that is due there makes a push of its own. One
 that is due behind the last step uses the push of the final weights.
 

@@ -5,11 +5,9 @@
     ... optimizer step on the batch before ...
     get()  ◄──────────────────────────────  Batch: advantages set, failed rollouts left out
 
-By default at most one batch is pending, and weights change only between `get` and the next
-`submit`, so all tokens of a batch have one policy version. If several batches are pending, the
-later ones use the server while the earlier ones wait for their slowest rollouts. Weights then
-change during generation, and every token carries its version. An evaluation runs beside the pending
-batches.
+If several batches are pending, as while the trainer waits for one, the later ones use the server
+while the earlier ones wait for their slowest rollouts. Weights then change during generation, and
+every token carries its version. An evaluation runs beside the pending batches.
 
 Each step has `max_groups_per_batch` positions in the order of examples to itself, used or not. So
 its examples follow from its number and the seed, and a resumed run continues with the next ones.

@@ -1,17 +1,19 @@
 """`RLTrainer`: one optimizer step on one batch of rollouts, then the weights go to the server.
 
     for step in range(max_steps):
-        wait for the batch of this step            orchestrator.get()
         send the newest weights                    weight_sync.push(model, version)
         request the batch of the next step         orchestrator.submit(step + 1)
+        wait for the batch of this step            orchestrator.get()
         train on the batch of this step            forward, loss_fn, backward for each microbatch;
                                                    optimizer.step()
 
-With max_off_policy_steps = 1, as above, each batch is sampled from weights that are one step old,
-and the server generates while the trainer trains. With 0, each step first sends the weights and
-requests its batch, and each side waits for the other. With k > 1, k batches are requested in
-advance, and weights change while the server generates. An evaluation begins behind a push, runs
-beside the next step, and ends before the next push, see evaluation.py.
+With max_off_policy_steps = 1, as above, the server generates while the trainer trains, and each
+batch is requested with weights that are one step older than those that it trains. While the trainer
+waits for a batch, the next one uses what this one leaves of the server; what is left of this one
+is then sampled from the newer weights. With 0, each step first sends the weights and requests its
+batch, and each side waits for the other. With k > 1, k batches are requested in advance. An
+evaluation begins behind a push, runs beside the step, and ends before the next push, see
+evaluation.py.
 
 Everything else (optimizer, schedule, clipping, logging, checkpoints, callbacks) is
 transformers.Trainer's own. The class reads from top to bottom:
@@ -357,30 +359,28 @@ class RLTrainer(SavingTrainer):
 
     def _next_batch(self) -> Batch:
         """Return this step's batch on every rank, and request the batches ahead."""
-        self._on_rank_0(self._take_batch, self._request_ahead)
+        self._on_rank_0(self._take_batch)
         self.evaluations.log_ended()
         return broadcast_batch(self.batch if self.args.process_index == 0 else None)
 
     def _take_batch(self) -> None:
-        """Wait for this step's batch. Request it first where none is pending: in the first step,
-        after a lost server, and in each step if max_off_policy_steps = 0.
-        """
-        if not self.orchestrator.num_pending:
-            self._request(self.state.global_step)
-        start = time.monotonic()
-        self.batch = self.orchestrator.get()
-        self._metrics["wait_s"] = time.monotonic() - start
-        self.batch.add_columns(needs_of(self.loss_fn))
-
-    def _request_ahead(self) -> None:
-        """Send the weights that this step starts from. Request the batches of the next
-        max_off_policy_steps steps that are not pending. With 0, servers sleep, if they can.
+        """Send the weights that this step starts from, and request the batches of this step and of
+        the next max_off_policy_steps ones that are not pending. Then wait for this step's. With 0,
+        servers sleep behind it, if they can.
         """
         step, num_ahead = self.state.global_step, self.args.max_off_policy_steps
+        start = time.monotonic()
+        if self.args.deterministic:
+            self.orchestrator.wait()  # a token's version must not depend on time
+        wait_s = time.monotonic() - start
         self.evaluations.begin()  # also where no batch is requested
         last = min(step + num_ahead, self.args.max_steps - 1)
-        for ahead in range(step + 1 + self.orchestrator.num_pending, last + 1):
+        for ahead in range(step + self.orchestrator.num_pending, last + 1):
             self._request(ahead)
+        start = time.monotonic()
+        self.batch = self.orchestrator.get()
+        self._metrics["wait_s"] = wait_s + time.monotonic() - start
+        self.batch.add_columns(needs_of(self.loss_fn))
         if not num_ahead and self.weight_sync.sleeps:
             self.evaluations.end()
             self.weight_sync.sleep()
@@ -540,21 +540,21 @@ class RLTrainer(SavingTrainer):
         if self.is_deepspeed_enabled:
             self.checkpoints.can_repeat_step = False
 
-    def _on_rank_0(self, *jobs: Callable[[], None]) -> None:
-        """Do these jobs on rank 0, one after the other, while the other ranks wait, and help to
-        gather split weights. Each is done again when the server was lost meanwhile and came back.
-        An error is raised behind a checkpoint of the steps so far.
+    def _on_rank_0(self, job: Callable[[], None]) -> None:
+        """Do this job on rank 0, while the other ranks wait, and help to gather split weights. It
+        is done again when the server was lost meanwhile and came back. An error is raised behind a
+        checkpoint of the steps so far.
 
         Raises:
             Interrupted: a signal has come to a rank.
-            RuntimeError: on the other ranks, when a job has failed on rank 0.
+            RuntimeError: on the other ranks, when the job has failed on rank 0.
         """
         model = self.accelerator.unwrap_model(self.model)
         with self.checkpoints.saving_on_error():
             self._interrupts.check_all(waits=True)
             try:
                 with self._serving(), gathering(model, self._lora_sync):
-                    for job in jobs if self.is_world_process_zero() else ():
+                    if self.is_world_process_zero():
                         self._retry_when_server_lost(job)
             except BaseException as error:
                 broadcast_outcome(error)  # the others wait
