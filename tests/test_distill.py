@@ -295,7 +295,7 @@ def test_evaluations_and_failed_rollouts_need_no_teacher():
 # --- Self-distillation ----------------------------------------------------------------------------
 
 
-def test_the_teacher_of_opsd_reads_the_hint_before_the_rollouts_own_tokens(tokenizer):
+def test_the_teacher_of_opsd_reads_the_hint_before_the_rollouts_own_tokens(tokenizer, monkeypatch):
     async def example(split, index):
         return {"split": split, "task": {"data": {"prompt": "p"}, "row": {"answer": f"a{index}"}}}
 
@@ -323,7 +323,7 @@ def test_the_teacher_of_opsd_reads_the_hint_before_the_rollouts_own_tokens(token
     for hint, problem in (("{reply}", "'reply'.*fields answer, data"), ("{answer[9]}", "IndexErr")):
         with pytest.raises(InvalidEnvironmentError, match=f"'taught'.*{problem}"):
             asyncio.run(run(hint))
-    tokenizer.chat_template = "{{ raise_exception('no system message') }}"
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('no system message') }}")
     with pytest.raises(InvalidEnvironmentError, match=r"'taught': hint=.*no system message"):
         asyncio.run(run("The answer is {answer}."))
 

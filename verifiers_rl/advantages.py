@@ -145,5 +145,6 @@ def set_advantages(
                 own = np.concatenate([sample.advantages for sample in rollout.samples])
                 rollout.set_advantage(own + rollout.added_advantages)
         for rollout in survivors:
-            for advantage in (rollout.advantage, *(s.advantages for s in rollout.samples)):
-                check_size(advantage)
+            check_size(rollout.advantage)
+            for sample in rollout.samples:
+                check_size(sample.advantages)

@@ -119,7 +119,7 @@ def ask_for_server(path: Path, policy: Any, adapter: Any, args: Any) -> None:
     options["output_dir"] = os.path.abspath(args.output_dir)
     # The request is in another folder than the one to which these are relative.
     model = os.path.abspath(model) if os.path.isdir(model) else model
-    if path.exists() and (served := tomllib.loads(path.read_text())["model"]) != model:
+    if path.exists() and (served := tomllib.loads(path.read_text("utf-8"))["model"]) != model:
         raise ConfigError(
             f"model={model!r}: vf-rl has started a server of {served} for this script, and starts "
             "one alone; train the other model in a script of its own"

@@ -110,7 +110,7 @@ class InferenceClient:
     def status(self) -> dict[str, Any]:
         """GET /weight_sync/status: see `weight_routes.WeightRoutes.status`."""
         status = ControlRequest(self, "/weight_sync/status", method="GET").begin().answer()
-        if "policy_version" not in status:
+        if not isinstance(status, dict) or "policy_version" not in status:
             raise _not_ours(self.base_url, "/weight_sync/status")
         return status
 
@@ -227,10 +227,11 @@ class ControlRequest:
                 return json.loads(reply.readline())
             text = reply.read().decode(errors="replace")
         self.close()
-        found = None
-        with suppress(ValueError):
+        try:
             found = json.loads(text)
-        if reply.status == 200 and isinstance(found, dict):
+        except ValueError:
+            found = text
+        if reply.status == 200 and found is not text:
             return found
         if reply.status in (200, 404):
             raise _not_ours(self._url, self._path)

@@ -101,7 +101,7 @@ class RunFiles(TrainerCallback):
             status = "interrupted" if is_interrupt else "failed"
             jobs: list[Callable[[], None]] = [self.checkpoint, partial(self._write_end, status)]
             if groups := getattr(error, "groups", ()):  # whose rollouts have all failed
-                split = getattr(error, "split", "train")
+                split: Split = getattr(error, "split", "train")
                 step = self._trainer.state.global_step + (split == "train")
                 jobs.insert(0, partial(self._append, split, step, groups))
             for job in jobs:
