@@ -8,8 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from verifiers_rl.report import rollouts
+from verifiers_rl.report.recording import row_of
 from verifiers_rl.report.rollouts import SCHEMA, RolloutWriter
 from verifiers_rl.report.run_folder import remove_rollouts
+from verifiers_rl.types import Rollout
 
 
 def make_row(step=1, reward=0.5, split="train", content="so", **others):
@@ -107,6 +109,10 @@ def test_a_resumed_run_keeps_the_files_up_to_its_checkpoint(tmp_path):
 
 
 def test_half_a_surrogate_pair_of_a_model_is_a_question_mark(tmp_path):
-    write_rows(tmp_path, make_row(content="a\ud800b", error="\udfff"))
-    (row,) = read(tmp_path)
-    assert (row["messages"][1]["content"], row["error"]) == ("a?b", "?")
+    said = Rollout(0, "q", "a\ud800b")
+    failed = Rollout(0, "q", error=ValueError("\udfff"))
+    writer = RolloutWriter(tmp_path, 1)
+    writer.append([row_of(rollout, 1, "train", 0) for rollout in (said, failed)], 1)
+    writer.flush()
+    well, bad = read(tmp_path)
+    assert (well["messages"][1]["content"], bad["error"]) == ("a?b", "ValueError: ?")

@@ -43,8 +43,6 @@ def end_with(pids: Iterable[int], grace_s: float = SAVE_GRACE_S) -> None:
     The kernel's parent-death signal (`process.parent`) covers only the direct parent. The parent of
     a rank is accelerate's launcher, which outlives a killed vf-rl.
     """
-    if not hasattr(os, "pidfd_open"):
-        return
     poll = select.poll()
     for pid in pids:
         try:

@@ -175,9 +175,7 @@ def count_workers(env_workers: int | str) -> int:
     """
     if isinstance(env_workers, int):
         return env_workers
-    has_affinity = hasattr(os, "sched_getaffinity")
-    num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    return min(max(num_cores // 4, 1), MAX_AUTO_WORKERS)
+    return min(max(len(os.sched_getaffinity(0)) // 4, 1), MAX_AUTO_WORKERS)
 
 
 class WorkerEnvironment:

@@ -34,7 +34,7 @@ LOST, FAILED = (409, 429), 500
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # A machine that is lost does not close its connections, and a router forgets idle ones. So after
 # 30 s of silence, TCP probes the other end 3 times, 10 s apart.
-KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 
 
 def keep_alive(sock: socket.socket) -> None:
@@ -42,9 +42,8 @@ def keep_alive(sock: socket.socket) -> None:
     gives each connection the options of the socket that listens.
     """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEPALIVE.items():
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    for option, value in KEEPALIVE.items():
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def token_file(port: int) -> Path:

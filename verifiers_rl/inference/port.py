@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 
 # Set by `vf-rl` for its server: `vf-rl` holds the reservation, also while its server restarts.
 RESERVED_VARIABLE = "VERIFIERS_RL_RESERVED_PORT"
@@ -41,7 +40,7 @@ def reserve_port(host: str, port: int) -> tuple[int, socket.socket]:
             raise _error(host, port, error.strerror or str(error)) from error
         port = port or probe.getsockname()[1]
     reservation = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    if sys.platform == "linux" and os.environ.get(RESERVED_VARIABLE) != str(port):
+    if os.environ.get(RESERVED_VARIABLE) != str(port):
         try:
             reservation.bind(f"\0verifiers_rl/port-{port}")
         except OSError as error:

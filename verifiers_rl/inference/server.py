@@ -149,10 +149,9 @@ def fit_to_cpu(args: Any) -> str | None:
         args.worker_cls, args.scheduler_cls = ROUTING_WORKER, ROUTING_SCHEDULER
         # vLLM refuses its own flag here; its connector keeps rows by the hashes of prefixes.
         args.enable_return_routed_experts, args.enable_prefix_caching = False, True
-    if hasattr(os, "sched_getaffinity"):
-        num_workers = args.tensor_parallel_size * args.pipeline_parallel_size
-        cores = server_cores(list(os.sched_getaffinity(0)), num_workers * args.data_parallel_size)
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
+    num_workers = args.tensor_parallel_size * args.pipeline_parallel_size
+    cores = server_cores(list(os.sched_getaffinity(0)), num_workers * args.data_parallel_size)
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
     # In GiB. By default vLLM takes a large share of the memory.
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     return None

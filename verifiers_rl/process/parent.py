@@ -14,12 +14,10 @@ ask_for_server: Any = None
 
 
 def die_with_parent(parent: int) -> None:
-    """On Linux, get SIGTERM when the process that started us dies, however it dies.
+    """Get SIGTERM when the process that started us dies, however it dies.
 
     Uses prctl(PR_SET_PDEATHSIG). If `parent` is gone already, this process ends at once.
     """
-    if sys.platform != "linux":
-        return
     import ctypes
     import signal
 

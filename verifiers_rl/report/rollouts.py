@@ -83,15 +83,6 @@ TOKENS = pa.schema(
 SCHEMA = pa.schema([*NUMBERS, *TEXTS, *TOKENS])
 
 
-def _encodable(value: Any) -> Any:
-    """Return a value with `?` for each half of a surrogate pair, which has no form in UTF-8."""
-    if isinstance(value, str):
-        return value.encode(errors="replace").decode()
-    if isinstance(value, Mapping):
-        return {key: _encodable(part) for key, part in value.items()}
-    return [_encodable(part) for part in value] if isinstance(value, list) else value
-
-
 class RolloutWriter:
     """Writes the files of a run's rollouts. After `flush`, the disk has what was appended.
 
@@ -116,11 +107,7 @@ class RolloutWriter:
             pa.ArrowException: a value is of another type.
         """
         if rows:
-            try:
-                table = pa.Table.from_pylist(rows, SCHEMA)
-            except UnicodeEncodeError:
-                table = pa.Table.from_pylist([_encodable(row) for row in rows], SCHEMA)
-            self._tables.append(table)
+            self._tables.append(pa.Table.from_pylist(rows, SCHEMA))
         if step is not None:
             self._number, now = step, time.monotonic()
             if now - self._written_at >= max(FILE_S, FILE_SHARE * (now - self._began_at)):

@@ -103,12 +103,8 @@ def check_reference(config: Any) -> None:
     """Raise ConfigError if the model without this adapter is not the one at the start, which a KL
     penalty compares with.
     """
-    start, bias = getattr(config, "init_lora_weights", True), getattr(config, "bias", "none")
-    for name, value, holds in (
-        ("init_lora_weights", start, start in _KEEPS_BASE_WEIGHTS),
-        ("bias", bias, bias == "none"),
-    ):
-        if not holds:
+    for name, plain in (("init_lora_weights", _KEEPS_BASE_WEIGHTS), ("bias", ("none",))):
+        if (value := getattr(config, name, plain[0])) not in plain:
             raise ConfigError(
                 f"peft_config.{name}={value!r}: it changes the base weights, which are the "
                 "reference of the loss (kl_beta, reference_logprobs); leave it out, or the penalty"
