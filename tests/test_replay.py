@@ -175,7 +175,7 @@ def test_a_run_of_a_toml_is_replayed_by_its_own_trainer(run, copied, capsys):
     out = capsys.readouterr().out
     assert f"| norm of the gradient | {2 * plain.gradient.norm():.3g} | " in out
     assert "| cosine with ppo | 1.000 | " in out
-    assert "| masked_share/ppo |  | " in out  # of the default mask of cispo alone
+    assert "| masked_share/dppo |  | " in out  # of the default mask of cispo alone
 
 
 def without_tokens(folder):

@@ -452,8 +452,8 @@ class RLConfig(TrainingArguments):
     gradient_masks: dict[Annotated[str, one_of(MASKS)], dict[str, Any]] | None = None
     """Tokens that get no gradient, under any loss: a table of masks, each with its arguments, such
     as {dppo = {max_divergence = 0.2}}; {} for none. Known: ratio, ppo, ipo, dppo, sequence_mean,
-    sequence_product, see losses.py; or "module:function". Default: {ppo = {eps_low = 0.1, eps_high
-    = 0.1}} if loss is cispo, else {}."""
+    sequence_product, see losses.py; or "module:function". Default: {dppo = {max_divergence = 0.05}}
+    if loss is cispo, else {}."""
     loss_normalization: Literal["token", "sequence", "constant"] = "token"
     """token: the mean over the batch's loss tokens. sequence: the mean over rollouts of each
     rollout's mean. constant: the sum divided by batch_size * max_seq_len."""

@@ -305,7 +305,7 @@ MASKS: dict[str, Callable[..., Tensor]] = {
 # Where `gradient_masks` is not set; by the name of the loss, so a function that is passed as
 # `loss_fn` has none, `cispo` neither. Why: docs/losses.md.
 DEFAULT_MASKS: dict[str, dict[str, dict[str, float]]] = {
-    "cispo": {"ppo": {"eps_low": 0.1, "eps_high": 0.1}},
+    "cispo": {"dppo": {"max_divergence": 0.05}},
 }
 
 
