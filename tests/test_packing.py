@@ -99,6 +99,7 @@ def test_rows_of_one_sample_read_as_one_sequence_that_can_predict():
         return collate([make_sample(length) for length in lengths], [[0], [1]], [1.0] * 2, 9)
 
     assert collated(2, 4).position_ids.tolist() == [[0, 1, 2, 3]] * 2  # so that it needs no mask
+    assert collated(1, 1).input_ids.tolist() == [[0, 9]] * 2
 
 
 def test_an_empty_microbatch_is_one_row_without_loss():

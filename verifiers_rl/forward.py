@@ -496,8 +496,8 @@ def reason_against_sharing_prefixes(
     ids, tolerance = _probe(base)
     tokens = ids[0].cpu().numpy()
     sequences = [tokens[:12], tokens[[*range(10), 12, 13]], tokens[[*range(8), 14, 15]]]
-    places = np.arange(16)
-    samples = [Sample(s, places[: len(s)] > 0, *[places[: len(s)]] * 2) for s in sequences]
+    zeros = np.zeros(16)
+    samples = [Sample(s, *[zeros[: len(s)]] * 3) for s in sequences]
     shared = copy_to(collate(samples, [[0, 1, 2]], [1.0] * 3, 0, [0, 10, 8]), ids.device)
     inputs_of_row = inputs_of_whole_rows(implementation, ids.device)
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -113,6 +113,7 @@ class Microbatch:
             k <= q < visible_until[k].
         targets: the tokens that carry loss. Without one, a token that the loss must not count, so
             that forward and backward have something to compute.
+        has_loss: whether `targets` carry loss.
         sample_ids: the samples whose tokens `targets` has, one after the other, by their index in
             the batch; empty without loss.
         extras: those `OF_INPUTS` that a sample has, (B, T, ...) each; -1 where there is none.
@@ -126,15 +127,12 @@ class Microbatch:
     position_ids: Tensor
     visible_until: Tensor
     targets: Targets
+    has_loss: bool
     segments: list[Segment]
     shares_prefixes: bool
     num_tokens: int
     sample_ids: list[int] = field(default_factory=list)
     extras: dict[str, Tensor] = field(default_factory=dict)
-
-    @property
-    def has_loss(self) -> bool:
-        return bool(self.sample_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,26 +349,17 @@ def collate(
 
     Args:
         samples: by their index in the batch; those in `rows` are enough.
-        rows: indices of samples, from `plan_batch`. Each row has a loss token.
+        rows: indices of samples, from `plan_batch`.
         weights: weight of each sample's loss tokens in the batch's loss.
         pad_token_id: fills the rest of each row.
         num_shared: from `plan_batch`; by default, no sample shares tokens.
         columns_of_batch: `SampleSizes.columns`, which a microbatch without loss tokens has, too.
     """
-    if not rows:
-        # The head must take part in every backward, or DDP waits for its gradient. So one token is
-        # predicted, and its loss is not used.
-        nothing = Sample(np.full(2, pad_token_id), np.arange(2) > 0, *[np.zeros(2)] * 2)
-        for name, dtype in (columns_of_batch or {}).items():
-            if name not in (*Sample.DTYPES, *OF_INPUTS):
-                like: Any = join_column([(2, None), (0, np.empty((0, *dtype.shape), dtype.base))])
-                nothing.extras[name] = like
-        alone = collate([nothing], [[0]], [0.0], pad_token_id)
-        return replace(alone, num_tokens=0, sample_ids=[])
     used = [samples[i] for row in rows for i in row]
     shares = {i: int(num_shared[i]) for row in rows for i in row} if num_shared is not None else {}
-    width = max(sum(samples[i].num_tokens - shares.get(i, 0) for i in row) for row in rows)
-    shape = (len(rows), width)
+    # At least 2, because a row of one token predicts nothing.
+    width = max([2, *(sum(samples[i].num_tokens - shares.get(i, 0) for i in r) for r in rows)])
+    shape = (max(len(rows), 1), width)
     input_ids = np.full(shape, pad_token_id)
     positions = np.arange(width)
     position_ids = np.tile(positions, (shape[0], 1))
@@ -423,11 +412,25 @@ def collate(
         # looks like one sequence.
         first = position_ids[r, start_of_last]
         position_ids[r, start_of_last:] = first + positions[: width - start_of_last]
+    if not targets:
+        # The head must take part in every backward, or DDP waits for its gradient. So one token is
+        # predicted, and its loss is not used.
+        nothing: dict[str, Any] = {
+            name: np.zeros(1, np.float32) for name in (*OF_TARGETS, "weights")
+        }
+        zeros = dict.fromkeys(("rows", "offsets", "sequence_ids"), np.zeros(1, np.int64))
+        nothing |= {
+            name: join_column([(1, None), (0, np.empty((0, *dtype.shape), dtype.base))])
+            for name, dtype in (columns_of_batch or {}).items()
+            if name not in (*Sample.DTYPES, *OF_INPUTS)
+        }
+        targets.append({**nothing, **zeros, "token_ids": input_ids[0, 1:2]})
     return Microbatch(
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(position_ids),
         visible_until=torch.from_numpy(visible_until),
         targets=_join_targets(targets),
+        has_loss=bool(sample_ids),
         segments=segments,
         shares_prefixes=any(shares.values()),
         num_tokens=num_tokens,
