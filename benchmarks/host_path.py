@@ -26,7 +26,7 @@ import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -129,12 +129,21 @@ def sample_of_packed_reply(reply: bytes) -> Any:
 
 def frame_from_worker(token_ids: np.ndarray, logprobs: np.ndarray) -> bytes:
     """A rollout as a worker process sends it; the work until here is the worker's."""
-    from verifiers_rl.envs.workers import frame, pack_group
+    from verifiers_rl.envs.workers import Outbox, pack_group
     from verifiers_rl.types import Rollout
 
     sample = sample_of_packed_reply(packed_reply(token_ids, logprobs))
     packed, arrays = pack_group([Rollout(0, "", samples=[sample], reward=0.5, num_turns=1)])
-    return b"".join(frame({"group": 0, **packed}, arrays))
+    written = bytearray()
+
+    async def send() -> None:
+        Outbox(cast(Any, SimpleNamespace(write=written.extend))).send(
+            {"group": 0, **packed}, arrays
+        )
+        await asyncio.sleep(0)  # what is sent in a turn of the loop is written behind it
+
+    asyncio.run(send())
+    return bytes(written)
 
 
 def sample_of_frame(data: bytes) -> Any:

@@ -76,7 +76,7 @@ def test_the_reward_rises_and_every_token_is_as_the_server_sampled_it(make_train
     assert after["eval_exact_match"] > before["eval_exact_match"] + 0.1
     # The first batch was sampled by the very weights it is trained on.
     first, *later = history(trainer, "staleness_max")
-    assert first == 0.0 and {*later} == {1.0}
+    assert first == 0.0 and 1.0 in later and {*later} <= {0.0, 1.0}
     assert history(trainer, "importance_ratio")[0] == pytest.approx(1.0, abs=1e-4)
     assert history(trainer, "mismatch_kl")[0] < 1e-6
     assert history(trainer, "error_share") == [0.0] * 40

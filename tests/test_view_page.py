@@ -1,5 +1,6 @@
 """The page about runs in headless Chromium."""
 
+import json
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ from playwright.sync_api import sync_playwright
 from tests.fake_run import write_fake_run
 from tests.test_rollouts import make_row, read, write_rows
 from tests.test_view import HOSTILE, serving, write_lines
+from verifiers_rl.json_text import as_json
 from verifiers_rl.report.run_folder import remove_rollouts, write_run
 from verifiers_rl.view import browse, one_file
 from verifiers_rl.view.runs import Runs, ViewError
@@ -298,6 +300,7 @@ def write_hostile_run(folder):
         {**said, "tool_calls": [{"id": HOSTILE, "function": function}]},
     ]
     turns = [{"message": 1, "begin_s": 0, "end_s": 1, "finish_reason": HOSTILE}]
+    messages = json.loads(as_json(messages))  # as those of a rollout
     row = make_row(1, env=HOSTILE, role=HOSTILE, messages=messages, turns=turns)
     row |= {"rewards": [{"name": HOSTILE, "value": 1}], "other_branches": [messages]}
     write_rows(folder, row, {**row, "error": HOSTILE, "reward": None}, {**row, "messages": None})
