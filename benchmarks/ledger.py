@@ -331,8 +331,8 @@ def run_all(
 
 
 def machine() -> str:
-    """Return the number of cores and their kind. Two kinds of one name, of which one has AVX-512,
-    round a warm start differently, so family and model are part of it.
+    """Return the number of cores and their kind. Several kinds have the name "AMD EPYC", so family
+    and model are part of it.
     """
     kind = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
