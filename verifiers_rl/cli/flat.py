@@ -144,7 +144,7 @@ def _moved(one: Setting) -> Setting:
     start, key = ".".join([*one.key[:-1], ""]), one.key[-1]
     names = [name for name in (*MOVED, *MEANINGS) if name.startswith(start)]
     if any(name.startswith(f"{written}.") for name in names):
-        raise TomlError(f"{one.place} {key}={one.value!r}: must be a table")
+        raise TomlError(f"{one.place} {key}={one.value!r}: must be a table, [{written}]")
     known = {name.removeprefix(start).split(".")[0] for name in names}
     raise TomlError(f"{one.place} has an unknown key {key!r}; {nearest_hint(key, known)}")
 

@@ -226,12 +226,11 @@ class ControlRequest:
                 return json.loads(reply.readline())
             text = reply.read().decode(errors="replace")
         self.close()
-        try:
+        found = None
+        with suppress(ValueError):  # else another web server, or a proxy, has answered
             found = json.loads(text)
-        except ValueError:
-            found = text
-        if reply.status == 200 and found is not text:
-            return found
+            if reply.status == 200:
+                return found
         if reply.status in (200, 404):
             raise _not_ours(self._url, self._path)
         reason = found["error"] if isinstance(found, dict) and "error" in found else text

@@ -128,7 +128,9 @@ class TokenMeans:
             "advantage_abs": inputs.advantages.abs(),
         }
         if taken := metrics.keys() & {*tokens, *self._others}:
-            raise ValueError(f"the loss returns a metric {taken}, a name that the step's own have")
+            raise ValueError(
+                f"the loss returns a metric {taken}, a name that the step's own have; rename it"
+            )
         tokens |= metrics
         sums = torch.stack([values.detach().float().sum().double() for values in tokens.values()])
         if not self._names:
