@@ -280,8 +280,8 @@ def test_text_files_are_utf8_whatever_the_locale():
 
 # Each number may only be lowered. Who needs a larger one finds something to take away first.
 LARGEST = {
-    "library without view, code tokens": 131_163,
-    "reached from trainer.py, code tokens": 74_510,
+    "library without view, code tokens": 131_159,
+    "reached from trainer.py, code tokens": 74_506,
     "modules reached from trainer.py": 58,
     "options of RLConfig itself": 70,
     "places that change a library from inside": 4,
