@@ -33,7 +33,6 @@ PACKAGES = (
     *("deepspeed", "flash-attn", "trl"),
 )
 PR_SET_CHILD_SUBREAPER = 36
-TWO_GPUS = ["--device", "cuda:0", "--server-gpu", "1"]
 
 
 @dataclass(frozen=True)
@@ -105,15 +104,14 @@ def all_checks(folder: Path) -> list[Check]:
         Check("demo: a server over 2 GPUs (TP 2), trainer on the CPU, all weights",
               [*full, "--server-gpus", "2", "--trainer-gpus", "0"], 200, 2),
         *gpu_tests(),
-        Check("weight_sync.py over NCCL, Qwen3-0.6B", [*sync, *TWO_GPUS], 240, 2),
+        Check("weight_sync.py over NCCL, Qwen3-0.6B", [*sync, "--nccl"], 240),
         Check("weight_sync.py over HTTP to a GPU, Qwen3-0.6B", sync, 150),
         *(
-            Check(f"{kind} on 2 GPUs against one", part("sharded", kind), 90, 2,
+            Check(f"{kind} on 2 ranks against one", part("sharded", kind), 90,
                   packages=["deepspeed"] if kind.startswith("zero") else [])
             for kind in ("ddp", "fsdp2", "zero2", "zero3")
         ),
-        Check("fsdp2 on 2 GPUs against one, in bfloat16", part("sharded", "fsdp2", "--bf16"),
-              100, 2),
+        Check("fsdp2 on 2 ranks against one, in bfloat16", part("sharded", "fsdp2", "--bf16"), 100),
         Check("mismatch.py: a server that quantises to fp8, trainer in bfloat16",
               [PYTHON, "benchmarks/mismatch.py", "--fp8"], 240),
         Check("flex attention keeps samples of a row apart",

@@ -4,8 +4,8 @@
     python benchmarks/gpu_parts.py sharded ddp|fsdp2|zero2|zero3|cpu [--bf16]
 
 demo: the example of `make demo` with its server on a GPU, in bfloat16; its mean reward must rise.
-sharded: 3 steps of a small model on 2 GPUs, or the CPU, and on one GPU; in float32 the weights must
-be the same, in bfloat16 nearly.
+sharded: 3 steps of a small model on 2 ranks, or the CPU, against one GPU; in float32 the weights
+must be the same, in bfloat16 nearly. Where there is one GPU, both ranks have it.
 """
 
 import argparse
@@ -69,6 +69,10 @@ def train(path: Path, bf16: bool) -> None:
     """Train on this rank; rank 0 writes the weights that a server would get."""
     import torch
 
+    if 1 == torch.cuda.device_count() < int(os.environ.get("WORLD_SIZE", 1)):
+        from weight_sync import as_on_another_machine
+
+        os.environ |= {"LOCAL_RANK": "0"} | as_on_another_machine(os.environ["RANK"])
     from examples.warm_start import make_tokenizer
     from tests.helpers import StubSink, StubSource, make_tiny_model, packed_weights
     from verifiers_rl import RLConfig, RLTrainer
@@ -112,6 +116,7 @@ def launcher(kind: str) -> list[str]:
     if not torch.cuda.is_available() and kind == "ddp":
         return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
+    command += ["--main_process_port", "0"]  # a free one
     if kind == "ddp":
         return [*command, "--multi_gpu", "--num_machines", "1", "--mixed_precision", "no"]
     return [*command, "--config_file", f"examples/accelerate/{kind}.yaml"]

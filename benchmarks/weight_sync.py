@@ -1,7 +1,7 @@
 """What does a weight sync cost? Bytes, seconds, generation speed and rounding, in one run.
 
     python benchmarks/weight_sync.py [--layers 28] [--vocab 151936] [--repeats 5]
-    python benchmarks/weight_sync.py --device cuda:0 --server-gpu 1   # over NCCL
+    python benchmarks/weight_sync.py --nccl   # between GPUs 0 and 1, or on the only one
 
 The model has Qwen3-0.6B's shape and random weights: float32 here (with threads on half of the
 cores, as `RLTrainer` sets it), bfloat16 in a real `vf-vllm`. Each mode's figure is the median of
@@ -65,6 +65,7 @@ from verifiers_rl.inference.client import (
     InferenceClient,
     InferenceServerError,
 )
+from verifiers_rl.sync import weight_sync
 from verifiers_rl.sync.weight_sync import WeightSync, push_to_all
 
 ROOT = Path(__file__).parent.parent
@@ -119,6 +120,15 @@ def gpu(number: int) -> str:
     return str(number) if visible is None else visible.split(",")[number].strip()
 
 
+def as_on_another_machine(name: str) -> dict[str, str]:
+    """Return the variables with which NCCL takes a process for one of a machine of this name.
+
+    It refuses two ranks on one GPU only where their machine is the same. (`NCCL_HOSTID` in its
+    documentation.) Then weights travel over sockets.
+    """
+    return {"NCCL_HOSTID": name, "NCCL_SOCKET_IFNAME": "lo"}
+
+
 @contextmanager
 def running_server(
     model: Path, log: Path, options: argparse.Namespace, *flags: str
@@ -131,7 +141,10 @@ def running_server(
     command += ["--max-model-len", "128", "--block-size", "32"]
     command += flags
     client = InferenceClient("127.0.0.1", port)
-    env = {} if options.server_gpu is None else {"CUDA_VISIBLE_DEVICES": gpu(options.server_gpu)}
+    env = {}
+    if options.nccl:
+        number = min(1, torch.cuda.device_count() - 1)
+        env = as_on_another_machine("server") | {"CUDA_VISIBLE_DEVICES": gpu(number)}
     server = LocalChild("inference", command, env, log)
     try:
         deadline = time.monotonic() + TIMEOUT_S
@@ -225,12 +238,16 @@ def main() -> None:
     for name, default in (sizes | counts).items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--device", default="cpu", help="of the trainer's model")
-    parser.add_argument("--server-gpu", type=int, help="number of the server's GPU, from 0 on")
+    parser.add_argument("--nccl", action="store_true", help="needs a GPU")
     parser.add_argument("--replicas", default="")
     options = parser.parse_args()
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
     torch.set_num_threads(max(num_cores // 2, 1))
     os.environ.setdefault(TOKEN_VARIABLE, secrets.token_urlsafe(16))
+    if options.nccl:
+        options.device = "cuda:0"
+        os.environ |= as_on_another_machine("trainer")
+        weight_sync.gpu_uuid = lambda device: "of this process"  # the server may be on it, too
     rows: Rows = defaultdict(list)
     if options.replicas:
         measure_replicas([int(number) for number in options.replicas.split(",")], options)
