@@ -70,6 +70,7 @@ from verifiers_rl.sync.weight_sync import WeightSync, push_to_all
 
 ROOT = Path(__file__).parent.parent
 TIMEOUT_S = 600.0
+START = time.monotonic()
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 Rows = dict[str, list[float]]
 
@@ -153,6 +154,7 @@ def running_server(
                 raise InferenceServerError(f"the server ended with status {server.poll()}")
             if time.monotonic() > deadline:
                 raise InferenceServerError(f"the server was not ready after {TIMEOUT_S:g} s")
+        say("the server is ready")
         yield client
     except (InferenceServerError, httpx.HTTPError):
         print(log.read_text(errors="replace")[-4000:], file=sys.stderr)
@@ -256,10 +258,15 @@ def main() -> None:
         measure(Path(name), raw, rows, options)
 
 
+def say(what: str) -> None:
+    print(f"{time.monotonic() - START:6.1f} s: {what}", file=sys.stderr, flush=True)
+
+
 def push(syncs: list[WeightSync], model: nn.Module) -> None:
     errors = push_to_all(syncs, model, 0)
     if any(errors):
         raise RuntimeError(errors)
+    say("pushed")
 
 
 def measure(folder: Path, raw: RawReceiver, rows: Rows, options: argparse.Namespace) -> None:
