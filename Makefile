@@ -29,6 +29,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reor
 .PHONY: help install classic demo test test-fast test-all gpu-check models environments check format docs reference page clean
 
 help:
+	@echo "make install   .venv, with the programs"
 	@echo "make classic   .venv-classic, the Python of classic environments, for the tests and examples/classic"
 	@echo "make demo      train the example on this machine's CPU and watch its reward rise"
 	@echo "make test      all tests, with the real vLLM server"
@@ -38,6 +39,7 @@ help:
 	@echo "make gpu-check what needs a GPU, within an hour; prints a table for an issue"
 	@echo "make models    docs/models.md: tiny models of each family, trained and served"
 	@echo "make environments  which environments of verifiers' repository are installed, and do they play?"
+	@echo "make format    ruff, and make reference: docs/reference.md; make page: the page of vf-rl view"
 	@echo "make docs      the documentation as a site, in docs/_build"
 
 install: $(INSTALLED)

@@ -1,8 +1,8 @@
 """Train with a loss of your own: REINFORCE with the group baseline, without any importance ratio.
 
-The script runs like examples/reverse_text/train.py, with the same model and server:
+The script runs like examples/reverse_text/train.py, with the same model:
 
-    python examples/custom_loss.py [--steps 100] [--port 8000]
+    vf-rl examples/custom_loss.py [--steps 100]
 """
 
 import argparse
