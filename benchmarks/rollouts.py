@@ -384,6 +384,9 @@ def main() -> None:
     parser.add_argument("--scoring", type=float, nargs="+", metavar="MS")
     options = parser.parse_args()
 
+    import verifiers_rl  # noqa: F401 (before transformers: see its torchvision_operators.py)
+
+    # isort: split
     import torch
     from transformers import set_seed
     from warm_start import make_model, make_tokenizer
