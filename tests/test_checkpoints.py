@@ -103,9 +103,11 @@ def numbers_of(folder):
 
 def same_as_uninterrupted(make_run, tmp_path, *ends, **options):
     straight = make_run(output_dir=str(tmp_path / "straight"), **options)
-    straight.train()
+    whole = straight.train()
     interrupt(make_run, *ends, **options)
-    resumed = resume(make_run, **options)
+    resumed = make_run(**options)
+    result = resumed.train(resume_from_checkpoint=True)
+    assert result.training_loss == pytest.approx(whole.training_loss, rel=1e-5)  # of all steps
     rows, expected = numbers_of(tmp_path / "run"), numbers_of(tmp_path / "straight")
     assert len(rows) == len(expected)
     for row, wanted in zip(rows, expected, strict=True):
@@ -290,6 +292,19 @@ def test_the_last_and_the_best_checkpoints_stay_and_are_found_in_a_folder_that_w
         assert torch.equal(saved["lm_head.weight"], weight)
 
 
+def test_best_weights_are_not_saved_as_those_of_the_last_step(make_run, folder):
+    class Sink(StubSink):
+        def push(self, model, version):
+            if version in self.pushed:  # the best weights, behind the last step
+                raise ValueError("the server is gone")
+            return super().push(model, version)
+
+    options = {**BEST, "save_strategy": "best", "source": counted_rewards(2), "sink": Sink()}
+    with pytest.raises(ValueError, match="is gone"):
+        make_run(**options).train()
+    assert names_of(folder) == ["checkpoint-1", "checkpoint-2"]
+
+
 def test_checkpoints_behind_the_one_that_is_resumed_are_set_aside(make_run, folder):
     make_run().train()
     with pytest.raises(Interrupted):
@@ -366,6 +381,43 @@ def test_a_damaged_checkpoint_is_refused_with_its_file_and_an_older_one_offered(
     change_a_byte(folder / "checkpoint-3" / "optimizer.pt")
     with pytest.raises(RunFolderError, match=r"optimizer.pt has changed.*start anew with"):
         resume(make_run, max_steps=4, use_lora=True)
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("use_lora", False),
+        ("lora_rank", 8),
+        ("lora_target_modules", ["q_proj"]),
+        ("TRAINER", "SFTTrainer"),
+    ],
+)
+def test_a_checkpoint_of_other_weights_or_another_kind_of_run_is_refused(make_run, name, value):
+    make_run(max_steps=1, save_steps=1, use_lora=True).train()
+    trainer = make_run(max_steps=2, use_lora=True)
+    setattr(trainer.args, name, value)
+    with pytest.raises(RunFolderError, match=rf"{name}=.*checkpoint-1 is of a run with .*as its"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_a_second_resume_says_the_rate_that_the_optimizer_has(make_run, caplog):
+    options = {"save_steps": 1, "learning_rate": 1e-2}
+    make_run(max_steps=1, save_steps=1, learning_rate=1e-3).train()
+    resume(make_run, max_steps=2, **options)
+    caplog.clear()
+    resume(make_run, max_steps=3, **options)
+    assert "learning_rate=0.01: a resumed run goes on with its optimizer, so learning_rate stays " \
+        "0.001" in caplog.text  # fmt: skip
+
+
+def test_a_second_run_of_a_trainer_begins_without_the_steps_of_the_first(make_run, folder):
+    trainer = make_run(logging_steps=4, overwrite_output_dir=True, save_strategy="no")
+    versions = []
+    for _ in range(2):
+        trainer.train()
+        rows = read_metrics(metrics_file(folder))
+        versions.append([row["policy_version"] for row in rows if "policy_version" in row])
+    assert versions[0] == versions[1] == [1.5]  # the mean of steps 0 to 3
 
 
 # --- Evaluations ----------------------------------------------------------------------------------

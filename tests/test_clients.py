@@ -5,6 +5,7 @@ import json
 import socket
 
 import httpx
+import numpy as np
 import openai
 import pytest
 from aiohttp import web
@@ -16,10 +17,11 @@ from verifiers_rl.inference.client import (
     InferenceServerError,
     ServerLostError,
 )
+from verifiers_rl.inference.packed_tokens import pack_sampled
 from verifiers_rl.inference.rollout_client import ServerClient
 from verifiers_rl.inference.session import RolloutSession, derive_seed
 
-REPLY = chat_reply("yes")
+REPLY = {**chat_reply("yes"), "packed_tokens": pack_sampled([5], np.zeros(1))}
 
 
 async def with_client(handler, use, timeout_s=10.0, **options):

@@ -68,8 +68,7 @@ OF_VLLM = {"top_k": 3, "min_p": 0.1, "repetition_penalty": 1.1}
 
 def test_sampling_options_reach_the_request():
     args = make(**SAMPLING, **OF_VLLM)
-    extra = {**OF_VLLM, "return_token_ids": True}
-    assert args.sampling_args() == {**SAMPLING, "logprobs": True, "extra_body": extra}
+    assert args.sampling_args() == {**SAMPLING, "extra_body": OF_VLLM}
     changing = {*SAMPLING, *OF_VLLM} - {"temperature", "max_tokens"}
     assert {*args.sampling_changes_probabilities()} == changing
     assert make(temperature=0.3).sampling_changes_probabilities() == []

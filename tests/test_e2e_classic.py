@@ -23,18 +23,12 @@ def test_a_classic_environment_trains_beside_one_of_v1(warm_start, tmp_path, mon
     new = WeightedEnv(load_v1_environment({"taskset": taskset}), "new")
     flags = ("--enable-lora", "--max-lora-rank", "16", "--no-enable-prefix-caching")
     with running_server(warm_start, tmp_path / "server.log", *flags) as server:
-        for envs, client_type in (
-            ([old, new], "openai_chat_completions_token"),
-            ([old], "openai_chat_completions"),
-            ([old], "renderer"),
-        ):
-            options = {"max_off_policy_steps": 0, "overwrite_output_dir": True}
-            options |= {"max_steps": 2, "client_type": client_type, "eval_examples": 64}
-            args = RLConfig(**options_of(server, tmp_path, **options))
-            trainer = RLTrainer(str(warm_start), envs, args)
-            trainer.evaluate()
-            trainer.train()
-            assert history(trainer, "error_share") == [0.0] * 2
-            kls = history(trainer, "mismatch_kl")
-            assert kls[0] < 1e-6 and max(kls) < 1e-5
-            assert {rollout.env for rollout in trainer.batch.rollouts} == {e.name for e in envs}
+        options = {"max_off_policy_steps": 0, "max_steps": 2, "eval_examples": 64}
+        args = RLConfig(**options_of(server, tmp_path, **options))
+        trainer = RLTrainer(str(warm_start), [old, new], args)
+        trainer.evaluate()
+        trainer.train()
+        assert history(trainer, "error_share") == [0.0] * 2
+        kls = history(trainer, "mismatch_kl")
+        assert kls[0] < 1e-6 and max(kls) < 1e-5
+        assert {rollout.env for rollout in trainer.batch.rollouts} == {"old", "new"}

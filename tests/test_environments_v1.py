@@ -203,7 +203,6 @@ def test_a_taskset_is_played_by_one_agent(play, tokenizer):
     body, _ = requests[0]
     text = "<|system|>be brief<|end|><|user|>question 2<|end|><|assistant|>"
     assert tokenizer.decode(body["tokens"]) == text
-    assert body["return_token_ids"] is True and body["logprobs"] is True
 
 
 def test_advantages_that_a_trace_carries_are_those_of_its_tokens(play, add_to_task):

@@ -1,5 +1,6 @@
 import math
 import re
+import signal
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import cycle, product
@@ -54,6 +55,7 @@ from verifiers_rl.data import example_index
 from verifiers_rl.inference.client import InferenceServerError, ServerLostError
 from verifiers_rl.losses import MASKS, LossInputs, needs
 from verifiers_rl.packing import ModelSupport, collate
+from verifiers_rl.process.interrupts import Interrupted
 from verifiers_rl.report.means import batch_metrics
 from verifiers_rl.report.metrics import ShortProgress, TokenMeans, model_flops
 from verifiers_rl.report.run_folder import WritingError, metrics_file, read_metrics
@@ -705,8 +707,22 @@ def test_a_full_disk_costs_the_checkpoint_and_does_not_hide_why_the_run_ends(mak
     assert "no checkpoint of the steps so far: [Errno 28] No space left" in caplog.text
 
 
+def test_other_ranks_hear_of_a_signal_while_the_environment_loads(make_trainer, monkeypatch):
+    trainer, said = make_trainer(), []
+    breaking(trainer.orchestrator, "start", Interrupted(signal.SIGTERM))
+    monkeypatch.setattr("verifiers_rl.trainer.broadcast_outcome", said.append)
+    with pytest.raises(Interrupted):
+        trainer.train()
+    assert [type(outcome) for outcome in said] == [Interrupted]
+
+
 @pytest.mark.parametrize(
-    "error", [SafetensorError("No space left on device"), RuntimeError("inline_container.cc: pos")]
+    "error",
+    [
+        SafetensorError("No space left on device"),
+        RuntimeError("inline_container.cc: pos"),
+        OSError(28, "No space left on device"),
+    ],
 )
 def test_a_disk_without_room_for_weights_is_a_full_disk(make_trainer, monkeypatch, error):
     def full(*args, **kwargs):

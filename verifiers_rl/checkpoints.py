@@ -39,6 +39,7 @@ from verifiers_rl.report.recording import OF_OPTIMIZER
 from verifiers_rl.report.run_folder import (
     MERGED,
     METRICS,
+    OF_WEIGHTS,
     RL_STATE,
     STATE,
     UNFINISHED,
@@ -84,14 +85,11 @@ class Checkpoints(TrainerCallback):
     """
 
     def __init__(self, trainer: Any, window: StepWindow) -> None:
-        self._trainer = trainer
+        self._trainer, self._window = trainer, window
         self._folder = Path(trainer.args.output_dir)
         self._hosts: HostGroup | None = None
         self._is_running = False
-        self.kept: dict[str, Stateful] = {
-            "evaluations": trainer.evaluations,
-            "position": Position(trainer, window),
-        }
+        self.kept: dict[str, Stateful] = {"evaluations": trainer.evaluations}
         if trainer.orchestrator is not None:
             self.kept["orchestrator"] = trainer.orchestrator
         self.can_repeat_step = True
@@ -106,6 +104,8 @@ class Checkpoints(TrainerCallback):
         """Enter this around a run from the checkpoint `resume`, or from the start."""
         self._hosts, self._resumed, self._is_running = hosts, resume, True
         self._saved_step, self.can_repeat_step = None, True
+        self._window.steps = []  # those of a run before
+        self.kept["position"] = Position(self._trainer, self._window)
         # A step that was broken off in this process has left it at False, and FSDP2 would not load
         # the optimizer.
         self._trainer.accelerator.gradient_state._set_sync_gradients(True)
@@ -151,12 +151,6 @@ class Checkpoints(TrainerCallback):
             self.run_dir = str(folder.parent)
             try:
                 write()
-            except (SafetensorError, RuntimeError) as error:
-                # So they call a full disk. Others, such as a GPU's memory, are what they are.
-                if isinstance(error, RuntimeError) and "inline_container" not in str(error):
-                    raise
-                problem = f"{folder} cannot be written: {error}; make room there"
-                raise WritingError(problem) from error
             finally:
                 self.run_dir = None
             self._find_best()
@@ -255,10 +249,16 @@ class Checkpoints(TrainerCallback):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True, exist_ok=True)
         self._meet("all ranks to begin a checkpoint")
-        yield folder
-        self._meet("all ranks to end their part of a checkpoint")
-        if args.local_process_index == 0 and folder.is_dir():
-            sync_tree(folder)
+        try:
+            yield folder
+            self._meet("all ranks to end their part of a checkpoint")
+            if args.local_process_index == 0 and folder.is_dir():
+                sync_tree(folder)
+        except (OSError, SafetensorError, RuntimeError) as error:
+            # So a full disk is called. Others, such as a GPU's memory, are what they are.
+            if isinstance(error, RuntimeError) and "inline_container" not in str(error):
+                raise
+            raise WritingError(f"{folder} cannot be written: {error}; make room there") from error
         self._meet("all machines to have a checkpoint on their disks")
         if args.process_index == 0:
             place(folder)
@@ -306,6 +306,8 @@ class Position:
 
     def __init__(self, trainer: Any, window: StepWindow) -> None:
         self._trainer, self._window = trainer, window
+        args = trainer.args  # the optimizer keeps its own; of the weights, no other can be resumed
+        self._options = {name: getattr(args, name) for name in (*OF_OPTIMIZER, *OF_WEIGHTS)}
 
     def state_dict(self, step: int) -> dict[str, Any]:
         trainer = self._trainer
@@ -314,7 +316,7 @@ class Position:
             "loss": reduce_over_ranks(trainer._tr_loss).item() / trainer.args.world_size,
             "last_logged": trainer._globalstep_last_logged,
             "total_loss": trainer._total_loss_scalar,
-            "options": {name: getattr(trainer.args, name) for name in OF_OPTIMIZER},
+            "options": self._options,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -322,7 +324,8 @@ class Position:
         self._trainer._tr_loss += state["loss"]
         self._trainer._globalstep_last_logged = state["last_logged"]
         self._trainer._total_loss_scalar = state["total_loss"]
-        for name, before in state["options"].items():
+        self._options = state["options"]
+        for name, before in self._options.items():
             now = getattr(self._trainer.args, name)
             if now != before and self._trainer.is_world_process_zero():
                 logger.warning(
@@ -421,6 +424,11 @@ class SavingTrainer(Trainer):
 
     def _get_output_dir(self, trial: Any) -> str:
         return self.checkpoints.run_dir or super()._get_output_dir(trial)
+
+    def _load_best_model(self) -> None:
+        """Do as Trainer. If the run fails behind it, these weights are not the last step's."""
+        self.checkpoints.can_repeat_step = False
+        super()._load_best_model()
 
     def init_hf_repo(self, token: str | None = None) -> None:
         """Refuse what Trainer's `push_to_hub` begins with: it would upload the rollouts too."""

@@ -109,6 +109,7 @@ _UNUSED_BASE_OPTIONS = {
         ),
         "data comes from the environment; see batch_size, shuffle and seed",
     ),
+    "save_only_model": "a run goes on from its checkpoints, with their optimizer",
     **dict.fromkeys(
         (
             "use_liger_kernel",
@@ -205,7 +206,6 @@ _INHERITED_RULES: dict[str, tuple[Any, ...]] = {
 
 _Table = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value is None else value)]
 _Layers = Literal["all-linear"] | Annotated[list[str], Field(min_length=1)]
-_ClientType = Literal["openai_chat_completions", "openai_chat_completions_token", "renderer"]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _is_host = must(
     "be a name or an address alone, such as 127.0.0.1; the port is vllm_server_port",
@@ -265,9 +265,6 @@ def default_options(config: Any) -> dict[str, Any]:
         f.name: f.default if f.default_factory is MISSING else f.default_factory()
         for f in fields(config)
     }
-
-
-_NO_TEMPLATE = "the renderers package does not use the chat template; choose another client_type"
 
 
 @with_hints
@@ -418,10 +415,6 @@ class RLConfig(TrainingArguments):
     for the trainer's. auto: one for each four cores, at most 8; an environment that cannot be made
     again in a worker runs in a thread of the trainer, and one line says why. 0 runs all
     environments in a thread of the trainer."""
-    client_type: _ClientType = "openai_chat_completions_token"
-    """What a turn sends to the server. openai_chat_completions_token: tokens, those so far and
-    those of new messages; openai_chat_completions: messages, tokenised anew at each turn; renderer:
-    tokens made by the renderers package. See envs/classic.py."""
 
     router_replay: bool = False
     """For mixtures of experts: the trainer sends each token to the experts that the server chose
@@ -606,8 +599,6 @@ class RLConfig(TrainingArguments):
                 raise ConfigError(f"{of}.{name}={value!r}: cannot be set there; {hint}")
             if value != 0 or not more or name not in ("top_k", *more):
                 options[name] = self._checked(name, value, f"{of}.")
-        if options.get("chat_template_kwargs") and self.client_type == "renderer":
-            raise ConfigError(f"{of}.chat_template_kwargs: {_NO_TEMPLATE}")
         self._check_length(f"{of}.max_tokens", options.get("max_tokens"))
 
     def _check_length(self, name: str, value: int | None) -> None:
@@ -619,9 +610,7 @@ class RLConfig(TrainingArguments):
         """Check values that depend on each other."""
         num_groups = math.ceil(self.batch_size / self.rollouts_per_example)
         is_whole = num_groups * self.rollouts_per_example == self.batch_size
-        gives_tokens = self.client_type == "openai_chat_completions_token"
         is_alone = (self.vllm_server_host, self.vllm_server_port) == ("127.0.0.1", 8000)
-        no_tokens = f"client_type={self.client_type!r} gets none; leave client_type out"
         for name, holds, rule in (
             (
                 "batch_size",
@@ -634,8 +623,6 @@ class RLConfig(TrainingArguments):
                 self.kl_target is None or self.kl_beta > 0,
                 "without effect if kl_beta=0; set kl_beta, the weight at the start, such as 0.01",
             ),
-            ("sampling_mask", not self.sampling_mask or gives_tokens, no_tokens),
-            ("router_replay", not self.router_replay or gives_tokens, no_tokens),
             (
                 "deterministic",
                 not self.deterministic or self.max_off_policy_steps <= 1,
@@ -646,11 +633,6 @@ class RLConfig(TrainingArguments):
                 "top_k",
                 not self.sampling_mask or (self.top_k or DEFAULT_MASK) <= MAX_MASK,
                 f"must be at most {MAX_MASK} with sampling_mask, which travels for each token",
-            ),
-            (
-                "chat_template_kwargs",
-                not self.chat_template_kwargs or self.client_type != "renderer",
-                _NO_TEMPLATE,
             ),
             (
                 "shuffle",
@@ -818,7 +800,6 @@ class RLConfig(TrainingArguments):
             "top_k": self.top_k or (DEFAULT_MASK if self.sampling_mask else -1),
             "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty,
-            "return_token_ids": True,
         }
         if self.include_stop_str_in_output and self.stop:
             extra["include_stop_str_in_output"] = True
@@ -835,7 +816,6 @@ class RLConfig(TrainingArguments):
             "top_p": self.top_p,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
-            "logprobs": True,
             **({"stop": self.stop} if self.stop else {}),
             "extra_body": extra,
         }

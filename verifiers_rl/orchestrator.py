@@ -316,6 +316,7 @@ class Orchestrator:
     def start(self) -> None:
         """Start the thread and open the environment's client."""
         self._thread = LoopThread("orchestrator")
+        self._num_skipped = 0
         self._num_begun.clear()
         self._places = Places(self.args.max_concurrent, self.router)
         deadline_s = max(self.args.generation_timeout, LOAD_S) + GRACE_S

@@ -169,8 +169,7 @@ class EnvRunner(Protocol):
     Examples are numbered consecutively over all its environments. A runner of several sets
     `Rollout.env` to the name of the environment, and `Rollout.example_id`. A runner ends each
     rollout at `GroupRequest.timeout_s`, and returns at least one rollout for a group. The run's
-    `max_prompt_len`, `mask_env_responses` and `client_type` do not reach a runner that a user
-    passes.
+    `max_prompt_len` and `mask_env_responses` do not reach a runner that a user passes.
 
     Attributes:
         weights: share of the groups for each of its environments, up to a common factor.

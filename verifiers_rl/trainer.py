@@ -31,7 +31,7 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property, partial
 from typing import Any, cast
 
@@ -468,16 +468,22 @@ class RLTrainer(SavingTrainer):
         resume, hosts = enter_run_folder(self.args, resume_from_checkpoint), host_group()
         with (
             self._interrupts.handled(hosts, self.is_world_process_zero()),
-            self._serving(),
-            self._files.open(),
-            self.checkpoints.of_run(hosts, resume),
+            ExitStack() as parts,
         ):
-            broadcast_outcome({})  # the others wait for rank 0, which has opened the environment
+            try:  # the others wait for rank 0, which opens the environment
+                parts.enter_context(self._serving())
+                parts.enter_context(self._files.open())
+                parts.enter_context(self.checkpoints.of_run(hosts, resume))
+            except BaseException as error:
+                broadcast_outcome(error)
+                raise
+            broadcast_outcome({})
             try:
                 result = super().train(resume, *args, **kwargs)
             except Interrupted:
                 self.checkpoints.save_or_say()
                 raise
+            result = result._replace(training_loss=result.metrics["train_loss"])  # see `log`
             is_best = self.args.load_best_model_at_end and self.state.best_model_checkpoint
             if is_best and self.is_world_process_zero():
                 self.weight_sync.policy_version = None  # the server has the last weights

@@ -119,15 +119,8 @@ class Server:
         token_ids = [*self.tokenizer.encode(content), self.tokenizer.eos_token_id]
         n = len(token_ids)
         reply = chat_reply(content, logprobs={"content": []})
-        if request.path.endswith("/tokens"):
-            mask = np.ones(n, int), np.array(token_ids)
-            reply["packed_tokens"] = pack_sampled(token_ids, np.full(n, -0.5), mask)
-        else:
-            logprob = {"token": "x", "logprob": -0.5, "top_logprobs": []}
-            reply = chat_reply(content, token_ids=token_ids, logprobs={"content": [logprob] * n})
-            reply["prompt_token_ids"] = self.tokenizer.apply_chat_template(
-                body["messages"], add_generation_prompt=True, return_dict=False
-            )
+        mask = np.ones(n, int), np.array(token_ids)
+        reply["packed_tokens"] = pack_sampled(token_ids, np.full(n, -0.5), mask)
         return web.json_response(reply, headers={"X-Policy-Versions": "0:5,1:6"})
 
 
@@ -136,17 +129,13 @@ SAMPLING = {
     "temperature": 1.5,
     "max_tokens": 9,
     "presence_penalty": 0.5,
-    "logprobs": True,
-    "extra_body": {"top_k": 7, "min_tokens": 1, "return_token_ids": True, "sampling_mask": True},
+    "extra_body": {"top_k": 7, "min_tokens": 1, "sampling_mask": True},
 }
 
 
 @pytest.fixture
 def play(tokenizer, monkeypatch):
     """Plays one group: its rollouts, and the requests that it made."""
-    from renderers import client
-
-    monkeypatch.setattr(client, "_max_prompt_len_lock", asyncio.Lock())  # for a loop of this test
 
     def play(env, say="ok", num_rollouts=3, timeout_s=600.0, max_seq_len=200, **options):
         async def reply():
@@ -171,21 +160,14 @@ def play(tokenizer, monkeypatch):
     return play
 
 
-CLIENT_TYPES = ("openai_chat_completions", "openai_chat_completions_token", "renderer")
-
-
-@pytest.mark.parametrize("client_type", CLIENT_TYPES)
 @pytest.mark.parametrize("text", ["ok", ""])
-def test_each_client_keeps_exact_tokens_versions_and_sampling_options(
-    play, tokenizer, text, client_type
-):
+def test_tokens_are_exact_with_their_versions_and_sampling_options(play, tokenizer, text):
     env = make_env(lambda completion: float(len(completion)), kind=Conversation, max_turns=2)
-    rollouts, requests = play(env, text, num_rollouts=2, client_type=client_type)
-    sends_tokens = client_type != "openai_chat_completions"
+    rollouts, requests = play(env, text, num_rollouts=2)
     reply = [*tokenizer.encode(text), tokenizer.eos_token_id]
     assert len(requests) == 4
     for path, body in requests:
-        assert path == "/v1/chat/completions" + "/tokens" * sends_tokens
+        assert path == "/v1/chat/completions/tokens"
         limit = body.get("max_tokens") or body["max_completion_tokens"]
         assert (body["temperature"], body["presence_penalty"], limit) == (1.5, 0.5, 9)
         assert body["top_k"] == 7 and body["min_tokens"] == 1
@@ -200,16 +182,15 @@ def test_each_client_keeps_exact_tokens_versions_and_sampling_options(
             sampled += sample.token_ids[sample.loss_mask].tolist()
             versions += sample.policy_versions[sample.loss_mask].tolist()
             assert {*sample.inference_logprobs[sample.loss_mask].tolist()} == {-0.5}
-            assert ("allowed_tokens" in sample.extras) == sends_tokens
+            assert "allowed_tokens" in sample.extras
         assert sampled == reply * 2
         assert versions == [5, *[6] * (len(reply) - 1)] * 2
-    if client_type == "openai_chat_completions_token":
-        assert all(len(rollout.samples) == 1 for rollout in rollouts)
-        prompts = [unpack_ids(body["tokens"]).tolist() for _, body in requests]
-        first, second = min(prompts, key=len), max(prompts, key=len)
-        assert second[: len(first) + len(reply)] == first + reply
-        whole = f"<|user|>q1<|end|><|assistant|>{text}<|end|><|user|>go on<|end|><|assistant|>"
-        assert tokenizer.decode(second) == whole
+    assert all(len(rollout.samples) == 1 for rollout in rollouts)
+    prompts = [unpack_ids(body["tokens"]).tolist() for _, body in requests]
+    first, second = min(prompts, key=len), max(prompts, key=len)
+    assert second[: len(first) + len(reply)] == first + reply
+    whole = f"<|user|>q1<|end|><|assistant|>{text}<|end|><|user|>go on<|end|><|assistant|>"
+    assert tokenizer.decode(second) == whole
 
 
 @pytest.mark.parametrize(

@@ -225,7 +225,6 @@ class RunnerOptions:
             prompt fills max_seq_len.
         mask_env_responses: leave tokens that the environment put between turns out of the loss.
         timeout_s: deadline of one rollout, seconds.
-        client_type: for classic environments, see `classic.py`.
         name: prefix of its metrics.
         max_concurrent: rollouts at a time, for which files must be opened.
         num_eval_tasks: tasks of a stream that evaluations use.
@@ -239,7 +238,6 @@ class RunnerOptions:
     max_prompt_len: int | None = None
     mask_env_responses: bool = True
     timeout_s: float = 600.0
-    client_type: str = "openai_chat_completions_token"
     name: str = "env"
     max_concurrent: int = 512
     num_eval_tasks: int = 64

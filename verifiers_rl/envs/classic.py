@@ -1,15 +1,8 @@
 """Classic environments: `verifiers.Environment`, which verifiers has up to 0.3. This module runs in
 the rollout workers of a Python that has that verifiers (`python = ...`), and nowhere else.
 
-Model calls go through verifiers' clients, on our HTTP transport. `client_type` is one of:
-
-    openai_chat_completions        sends messages. The server renders the whole conversation again
-                                   at each turn, so the tokens of a turn may not continue those of
-                                   the turn before
-    openai_chat_completions_token  the transport makes tokens of messages, with the tokenizer here:
-                                   the tokens so far, unchanged, and those of new messages
-    renderer                       sends tokens that the `renderers` package makes: exact for the
-                                   model families that it knows, without tools for others
+Model calls go through verifiers' client of chats, on our HTTP transport, which makes tokens of
+messages with the tokenizer here: the tokens so far, unchanged, and those of new messages.
 """
 
 from __future__ import annotations
@@ -23,9 +16,7 @@ from functools import partial
 from typing import Any
 
 import httpx
-from renderers import create_renderer
 from verifiers.legacy.clients import OpenAIChatCompletionsClient
-from verifiers.legacy.clients.renderer_client import RendererClient
 from verifiers.legacy.utils.async_utils import maybe_call_with_named_args
 
 from verifiers_rl.envs.base import (
@@ -54,7 +45,7 @@ def samples_from_trajectory(
     """Do as `base.samples_from_turns`.
 
     Args:
-        steps: the trajectory. Each has `tokens`, and a `response` with what `keeping_all` adds.
+        steps: the trajectory. Each has `tokens`, and a `response` with what `_Client` adds.
 
     Raises:
         ValueError: a step has no token ids, or its numbers of tokens and logprobs differ.
@@ -99,8 +90,7 @@ class ClassicEnvironment:
     def _without_overlong(self, dataset: Any) -> Any:
         """Return the dataset without the examples whose first prompt is too long."""
         options = self.options
-        is_rendered_here = options.max_prompt_len or options.client_type.endswith("_token")
-        if options.tokenizer is None or not is_rendered_here or not len(dataset):
+        if options.tokenizer is None or not len(dataset):
             return dataset  # an empty one has no columns
         is_longer, limit = Renderer(options.tokenizer).is_longer, options.prompt_limit
         template, prompts = options.chat_template_kwargs, dataset["prompt"]
@@ -115,14 +105,9 @@ class ClassicEnvironment:
         return [len(self._examples[split])]
 
     async def open(self) -> None:
-        """Choose the client of the options' `client_type`, on the event loop that will use it."""
-        options, kind = self.options, self.options.client_type
-        self._route = _Route(f"{options.base_url}/v1", options.timeout_s)
-        self._route.renderer = Renderer(options.tokenizer) if kind.endswith("_token") else None
-        self._client_of = keeping_all(OpenAIChatCompletionsClient)
-        if kind == "renderer":
-            made = create_renderer(options.tokenizer)
-            self._client_of = partial(keeping_all(RendererClient), renderer=made)
+        """Make the connections, on the event loop that will use them."""
+        self._route = _Route(f"{self.options.base_url}/v1", self.options.timeout_s)
+        self._route.renderer = Renderer(self.options.tokenizer)
         self.close = self._route.close
 
     async def run_group(self, request: GroupRequest) -> list[Rollout]:
@@ -136,7 +121,7 @@ class ClassicEnvironment:
 
         async def play(number: int, session: RolloutSession) -> list[Rollout]:
             rollout = Rollout(request.index, text_of(row["prompt"][-1:]), env=self.name)
-            client = self._client_of(self._route.of_rollout(session))
+            client = _Client(self._route.of_rollout(session))
             sampling = {**request.sampling_args}
             # verifiers' clients pass all of extra_body on, and drop some of the others.
             options = {"extra_body": sampling | sampling.pop("extra_body", {})}
@@ -228,15 +213,15 @@ def _plain(message: Any) -> dict[str, Any]:
 
 
 class _Route(ServerClient):
-    """Sends the requests of verifiers' clients. If it has a renderer, they go to the token route of
-    `vf-vllm`: messages become tokens here.
+    """Sends the requests of verifiers' client to the token route of `vf-vllm`: messages become
+    tokens here.
 
     Attributes:
         renderer: makes tokens of messages.
         replies: of the rollout, by their ids.
     """
 
-    renderer: Renderer | None
+    renderer: Renderer
     replies: dict[str, ChatReply]
     _turns: list[tuple[list[Any], list[int]]]  # each turn's messages with its reply; their tokens
 
@@ -246,39 +231,31 @@ class _Route(ServerClient):
         return route
 
     async def post(self, path: str, *, cast_to: Any, **kwargs: Any) -> Any:
-        body: Any = kwargs.get("body") or {}
-        is_generate = "sampling_params" in body  # of `renderers`
-        if not is_generate and cast_to is not httpx.Response:  # of the environment's own code
+        if cast_to is not httpx.Response:  # of the environment's own code
             return await super().post(path, cast_to=cast_to, **kwargs)
-        prompt = body["token_ids"] if is_generate else self._prompt_of(body)
-        if is_generate:  # its options are those of a chat, in a field
-            own = ("token_ids", "sampling_params", "routed_experts_prompt_start")
-            both = body | body["sampling_params"]
-            body = {name: value for name, value in both.items() if name not in own}
+        body = kwargs["body"]
+        prompt = self._prompt_of(body)
         reply = await self.reply_to(body, prompt, is_first=not self._turns)
         completion = reply.completion
         self.replies[completion["id"]] = reply
-        if reply.sampled is not None:
-            (choice,) = completion["choices"]
-            token_ids, logprobs = (values.tolist() for values in reply.sampled)
-            if choice["finish_reason"] != "length":  # what ends the reply is among its tokens
-                said = [*map(_plain, [*body.get("messages", []), choice.get("message", {})])]
-                self._turns.append((said, prompt + token_ids))
-            # As the clients read them, in the form of a chat or of `renderers`.
-            content = [
-                {"token": f"token_id:{token}", "logprob": logprob, "top_logprobs": []}
-                for token, logprob in zip(token_ids, logprobs, strict=True)
-            ]
-            choice |= {"token_ids": token_ids, "logprobs": {"content": content}}
-            completion |= {"prompt_token_ids": prompt, "request_id": completion["id"]}
+        (choice,) = completion["choices"]
+        token_ids, logprobs = (values.tolist() for values in reply.sampled)
+        if choice["finish_reason"] != "length":  # what ends the reply is among its tokens
+            said = [*map(_plain, [*body["messages"], choice["message"]])]
+            self._turns.append((said, prompt + token_ids))
+        # As the client reads them.
+        content = [
+            {"token": f"token_id:{token}", "logprob": logprob, "top_logprobs": []}
+            for token, logprob in zip(token_ids, logprobs, strict=True)
+        ]
+        choice |= {"token_ids": token_ids, "logprobs": {"content": content}}
+        completion |= {"prompt_token_ids": prompt, "request_id": completion["id"]}
         return httpx.Response(200, content=json.dumps(completion).encode())
 
     def _prompt_of(self, body: dict[str, Any]) -> list[int]:
-        """Return the tokens so far and those of new messages, or all of them rendered; none if the
-        server shall render them. Raises jinja2.TemplateError or ValueError if they cannot be.
+        """Return the tokens so far and those of new messages, or all of them rendered. Raises
+        jinja2.TemplateError or ValueError if they cannot be.
         """
-        if self.renderer is None:
-            return []
         template = {"tools": body.get("tools"), **body.get("chat_template_kwargs", {})}
         messages = [_plain(message) for message in body["messages"]]
         for said, tokens in reversed(self._turns):
@@ -290,24 +267,20 @@ class _Route(ServerClient):
         return self.renderer.render(body["messages"], **template)
 
 
-def keeping_all(base: Any) -> Any:
-    """Return a class of clients that also keep what the server says of their tokens, and accept
-    empty replies.
+class _Client(OpenAIChatCompletionsClient):
+    """Keeps also what the server says of a reply's tokens, and accepts empty replies.
 
     A policy that ends its turn at once has sampled a token like any other, and must be able to
-    unlearn it. The stock clients raise EmptyModelResponseError for such a reply, which would remove
+    unlearn it. The stock client raises EmptyModelResponseError for such a reply, which would remove
     the rollout from the batch.
     """
 
-    class Client(base):
-        async def raise_from_native_response(self, response: Any) -> None:
-            """Accept it."""
+    async def raise_from_native_response(self, response: Any) -> None:
+        """Accept it."""
 
-        async def from_native_response(self, response: Any) -> Any:
-            parsed = await super().from_native_response(response)
-            parsed.reply = self.client.replies.pop(parsed.id)
-            if parsed.message.content is None and not parsed.message.tool_calls:
-                parsed.message.content = ""
-            return parsed
-
-    return Client
+    async def from_native_response(self, response: Any) -> Any:
+        parsed = await super().from_native_response(response)
+        parsed.reply = self.client.replies.pop(parsed.id)
+        if parsed.message.content is None and not parsed.message.tool_calls:
+            parsed.message.content = ""
+        return parsed

@@ -157,7 +157,7 @@ class DatasetEnvironment(V1Environment):
                 (choice,) = reply.completion["choices"]
                 message, finish_reason = choice["message"], choice["finish_reason"]
                 message |= {"reasoning_content": message.get("reasoning")}
-                sampled, logprobs = (values.tolist() for values in reply.sampled or ())
+                sampled, logprobs = (values.tolist() for values in reply.sampled)
                 (sample,) = samples_from_turns(
                     [(prompt_ids, sampled, logprobs, reply)], request.policy_version
                 )

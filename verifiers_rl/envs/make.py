@@ -194,7 +194,6 @@ def make_runner(
             max_prompt_len=args.max_prompt_len,
             mask_env_responses=args.mask_env_responses,
             timeout_s=args.generation_timeout,
-            client_type=args.client_type,
             name=one.name,
             max_concurrent=args.max_concurrent,
             num_eval_tasks=args.eval_examples,

@@ -83,13 +83,11 @@ class V1Environment:
         env: an `Env` or a `Taskset`. A taskset is played by the environment of its module, or else
             by one agent. Evaluations use the attribute `eval_taskset` if there is one, else the
             taskset.
-        options: `client_type` must be the default.
         has_tasks: False in a rollout worker, where each task comes with its group.
 
     Raises:
         InvalidEnvironmentError: there are no tasks, a prompt has images, tools are defined in the
-            script that runs, a remote sandbox lacks its key, client_type is another, or verifiers
-            refuses the environment.
+            script that runs, a remote sandbox lacks its key, or verifiers refuses the environment.
     """
 
     def __init__(self, env: Any, options: RunnerOptions, has_tasks: bool = True) -> None:
@@ -100,11 +98,6 @@ class V1Environment:
         self.warned: set[tuple[str, str]] = set()  # agents and options that bias logprobs
         self._serving: asyncio.Task[None] | None = None
         try:
-            if options.client_type != "openai_chat_completions_token":
-                raise InvalidEnvironmentError(
-                    f"client_type={options.client_type!r}: environments of verifiers.v1 are run "
-                    'with "openai_chat_completions_token" only; leave client_type out'
-                )
             self._prepare()
             if has_tasks:
                 self._take_tasks(getattr(env, "eval_taskset", None))

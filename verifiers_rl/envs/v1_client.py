@@ -207,7 +207,6 @@ def _prompt_ids(
 
 def _turn_tokens(prompt_ids: list[int], reply: ChatReply) -> vf.TurnTokens:
     """Return a reply's tokens as verifiers keeps them in the nodes of a trace."""
-    assert reply.sampled is not None  # tokens were sent
     (token_ids, logprobs), mask, rows = reply.sampled, reply.mask, reply.experts
     routed_experts = None
     if rows is not None:

@@ -40,21 +40,24 @@ BEHIND_S = 1.0
 GATHER_S = 0.002  # the first request of a group waits so long for others like it
 
 
+NO_TOKENS = np.empty(0, np.int32), np.empty(0, np.float32)
+
+
 @dataclass(frozen=True)
 class ChatReply:
     """A reply of `vf-vllm`, and what OpenAI's form has no place for.
 
     Attributes:
-        completion: the reply in OpenAI's form; with tokens only if messages were sent.
+        completion: the reply in OpenAI's form, without tokens.
         policy_versions: (first token, policy version) pairs; None if the server said nothing.
-        sampled: token ids (T,) int32 and their logprobs (T,) float32; None if messages were sent.
+        sampled: token ids (T,) int32 and their logprobs (T,) float32.
         mask: see `packed_tokens.unpack_mask`.
         experts: see `packed_tokens.unpack_experts`; None if they were not requested.
     """
 
     completion: dict[str, Any]
     policy_versions: list[tuple[int, int]] | None = None
-    sampled: tuple[np.ndarray, np.ndarray] | None = None
+    sampled: tuple[np.ndarray, np.ndarray] = NO_TOKENS
     mask: tuple[np.ndarray, np.ndarray] | None = None
     experts: np.ndarray | None = None
 
@@ -115,33 +118,30 @@ class ServerClient(AsyncOpenAI):
         return client
 
     async def reply_to(
-        self, body: Mapping[str, Any], prompt_ids: Sequence[int] = (), is_first: bool = False
+        self, body: Mapping[str, Any], prompt_ids: Sequence[int], is_first: bool = False
     ) -> ChatReply:
-        """Request a reply to messages, or to tokens.
+        """Request a reply to tokens.
 
         Args:
             body: of a chat request; with `routed_experts`, the reply has them.
             prompt_ids: the prompt, in place of the body's messages.
-            is_first: others of its group may ask the same. Only of tokens: the route of messages
-                knows no groups.
+            is_first: others of its group may ask the same.
         """
-        path, body = "/chat/completions", dict(body)
-        if prompt_ids:
-            path += "/tokens"
-            # vLLM renders messages all the same, so it gets a short one.
-            body |= {"tokens": pack_ids(prompt_ids), "messages": [{"role": "user", "content": "."}]}
+        # vLLM renders messages all the same, so it gets a short one.
+        tokens = {"tokens": pack_ids(prompt_ids), "messages": [{"role": "user", "content": "."}]}
+        body = {**body, **tokens}
         wants_experts = body.pop("routed_experts", False)  # the server's flag returns them
         # Not a subclass's, which may call this method.
         reply = await ServerClient.post(
-            self, path, cast_to=httpx.Response, body=body, is_first=is_first and bool(prompt_ids)
+            self, "/chat/completions/tokens", cast_to=httpx.Response, body=body, is_first=is_first
         )
         completion = reply.json()
         experts = completion["choices"][0].pop("routed_experts", None)
-        packed = completion.pop("packed_tokens", {})
+        packed = completion.pop("packed_tokens")
         return ChatReply(
             completion,
             reply.extensions["policy_versions"],
-            unpack_sampled(packed) if packed else None,
+            unpack_sampled(packed),
             unpack_mask(packed),
             unpack_experts(experts) if wants_experts and experts is not None else None,
         )

@@ -29,6 +29,8 @@ STATE = "trainer_state.json"  # in a checkpoint: Trainer's own
 RL_STATE = "rl_state.json"  # in a checkpoint: what our own parts need to continue
 # In a checkpoint, written last: size and SHA-256 of each other file.
 MANIFEST = "manifest.json"
+# Options without which a checkpoint cannot be loaded, and what trains.
+OF_WEIGHTS = ("TRAINER", "use_lora", "lora_rank", "lora_target_modules")
 _LARGE = 2**28  # bytes of a file that is read only once, when the run begins
 # A folder that is written now. It has no use after the process has ended.
 UNFINISHED = "_unfinished"
@@ -187,6 +189,13 @@ def enter_run_folder(args: Any, resume: bool | str | None) -> str | None:
                 clear_run_folder(args.output_dir)
             if checkpoint is not None:
                 raise_if_damaged(checkpoint, reads_all=True)
+                saved = rl_state_of(checkpoint).get("position", {}).get("options", {})
+                for name in OF_WEIGHTS:
+                    if (now := getattr(args, name)) != (before := saved.get(name, now)):
+                        raise RunFolderError(
+                            f"{name}={now!r}: {checkpoint} is of a run with {before!r}. Resume "
+                            "with that, or begin a new run with the checkpoint as its model"
+                        )
                 print(f"resuming from {checkpoint}", flush=True)
                 if checkpoint.resolve().parent == Path(args.output_dir).expanduser().resolve():
                     _set_later_aside(checkpoint)

@@ -25,7 +25,9 @@ _OF_ROLLOUTS = (
     *("max_tokens", "top_p", "top_k", "min_p", "stop", "sampling_mask", "router_replay"),
     *("mask_truncated_completions", "zero_truncated_completions", "generation_timeout"),
     *("max_concurrent", "eval_examples", "eval_rollouts_per_example", "eval_sampling"),
-    *("vllm_server_host", "vllm_server_port", "vllm_servers", "log_rollouts"),
+    *("vllm_server_host", "vllm_server_port", "vllm_servers", "log_rollouts", "env_workers"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "weight_sync_backend"),
+    "include_stop_str_in_output",
 )
 _UNUSED = {
     **{k: v for k, v in RLConfig.UNUSED.items() if k != "num_train_epochs"},

@@ -51,7 +51,6 @@ export const METRICS = {
   broken_turn_share: {
     text: "Share of later turns that did not continue the tokens before them.",
     above: 0,
-    hint: "client_type",
   },
   restarted_share: { text: "Share of rollouts that began again because a rollout worker died.", above: 0 },
   moved_share: { text: "Share of rollouts that began again at another server.", above: 0 },
