@@ -276,6 +276,7 @@ def _toml_defaults() -> dict[tuple[str, str], str]:
         ("[env]", "distill_coef"): default_of(learning["distill_coef"]),
         ("[teacher]", "name"): "required",
         ("[teacher]", "model"): "required",
+        ("[teacher]", "gpus"): "`1`; 0 where all is on the CPU",
         ("[teacher]", "key_variable"): "none",
         ("[teacher]", "timeout_s"): f"{default_of(teacher['timeout_s'])}; with gpus, "
         "`vllm_server_timeout`",
