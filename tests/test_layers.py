@@ -130,13 +130,6 @@ def test_a_later_layer_leaves_servers_out_again(compose, monkeypatch):
     assert compose(runs, words="--inference={}").inference.gpus == 0
 
 
-def test_servers_that_run_already_can_be_left_out_again(compose, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    text = BASE + 'vllm_servers = ["localhost:8000"]\n'
-    config = compose(text, words="--trainer.args.vllm_servers none")
-    assert config.inference.gpus == 1 and not config.trainer.args["vllm_servers"]
-
-
 @pytest.mark.parametrize(
     ("first", "later", "words", "problem"),
     [

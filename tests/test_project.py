@@ -4,7 +4,6 @@ import ast
 import io
 import re
 import sys
-import time
 import tokenize
 from importlib import import_module
 from pathlib import Path
@@ -36,16 +35,10 @@ def test_readme_says_how_long_the_evening_is():
 
 
 def test_import_is_fast():
-    # Not a benchmark: torch alone takes seconds, so a heavy import at the top is told from none.
-    start = time.monotonic()
-    run_python("-c", "import verifiers_rl")
-    elapsed = time.monotonic() - start
-    heavy = (
-        "import sys, verifiers_rl.cli.rl, verifiers_rl.sft.main, verifiers_rl.cli.view; "
-        "sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'vllm')))"
-    )
-    run_python("-c", heavy)
-    assert elapsed < 2.0
+    """Because it loads nothing that takes seconds."""
+    programs = "verifiers_rl.cli.rl, verifiers_rl.sft.main, verifiers_rl.cli.view"
+    heavy = "any(m in sys.modules for m in ('torch', 'transformers', 'vllm'))"
+    run_python("-c", f"import sys, verifiers_rl, {programs}; sys.exit({heavy})")
 
 
 def test_all_public_names_exist():

@@ -110,8 +110,9 @@ def until(page, condition):
 def visit(page, *parts):
     """Go to these parts, of which none scrolls sideways."""
     for part in parts:
-        go(page, part)
-        page.wait_for_timeout(60)
+        name = part.removeprefix("#/").partition("?")[0]
+        go(page, part, f"main[data-part={name}] *")
+        page.wait_for_timeout(60)  # for what it fetches
         assert not page.evaluate("document.documentElement.scrollWidth > innerWidth"), part
 
 
