@@ -146,6 +146,13 @@ def in_any_order(**values):
         return "".join(end[-1]["content"] for end in ends)
 
 
+def test_a_column_that_a_row_lacks_is_left_to_the_default_of_the_agents_parameter():
+    rows = [{"prompt": "a"}, {"prompt": "b", "answer": "5"}]
+    env = env_from_agent(rows, len_of, lambda prompt, model, answer="none": answer)
+    given = [task.data.agent() for task in env]
+    assert given == ["none", "5"]
+
+
 def len_of(completion):
     return len(completion)
 

@@ -88,6 +88,20 @@ def with_default(prompt, bonus=2, *rest):
     return bonus * len(prompt)
 
 
+def test_a_column_that_a_row_lacks_is_left_to_the_default_of_the_parameter():
+    rows = [{"prompt": "a"}, {"prompt": "b", "answer": "5"}]
+
+    def named(prompt, answer="none"):
+        return answer == {"a": "none", "b": "5"}[prompt]
+
+    def whole(completion, **row):
+        return row == rows["ab".index(row["prompt"])]
+
+    assert scores(env_from(rows, [named, whole])) == [{"named": 1.0, "whole": 1.0}] * 2
+    with pytest.raises(InvalidEnvironmentError, match=r"'answer', .* no column of row 0"):
+        env_from(rows, exact)
+
+
 @pytest.mark.parametrize(
     "function, expected",
     [
