@@ -163,6 +163,12 @@ def test_a_message_of_weight_0_is_read_but_not_learned():
     assert tokenizer.decode(ids[at]) == "d<|end|>"
 
 
+def test_a_reply_with_nothing_before_it_is_read_but_not_learned():
+    row = {"messages": [{"role": "assistant", "content": "hi"}, *TURNS[:2]]}
+    tokenizer, [(ids, at)] = tokens_of(row, LLAMA)
+    assert "hi" in tokenizer.decode(ids) and tokenizer.decode(ids[at]) == f"b{EOS}"
+
+
 BOS, EOS = SPECIAL[1][-2:]
 
 

@@ -258,7 +258,9 @@ class Tokenization:
         text, ids, spans = "", list[int](), list[tuple[int, int]]()
         for number, message in enumerate(messages):
             is_reply = message["role"] == "assistant"
-            if number < len(before) or not (is_reply and weights[number]):
+            # A reply with nothing before it would have its role and the template's own system
+            # prompt in the loss.
+            if number < max(len(before), 1) or not (is_reply and weights[number]):
                 continue
             try:
                 asked = self._render(messages[:number], True, template)
@@ -280,8 +282,6 @@ class Tokenization:
     def _render(
         self, messages: list[dict[str, Any]], is_prompt: bool, template: dict[str, Any]
     ) -> str:
-        if not messages:  # which no template takes
-            return ""
         try:
             return self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=is_prompt, **template
