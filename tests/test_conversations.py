@@ -153,6 +153,10 @@ def test_tools_are_in_the_prompt_as_a_list_or_as_json():
         tokenizer, [(ids, at)] = tokens_of({"messages": chat("a", "b"), "tools": tools}, QWEN3)
         prompt = tokenizer.decode(ids[: at[0]])
         assert prompt.startswith(f"<|im_start|>system\n{json.dumps(tool)}\n")
+    template = QWEN3.replace("if tools", "if tools is not none")
+    for tools in ([], "[]"):  # as without tools
+        tokenizer, [(ids, _)] = tokens_of({"messages": chat("a", "b"), "tools": tools}, template)
+        assert tokenizer.decode(ids).startswith("<|im_start|>user")
 
 
 def test_a_message_of_weight_0_is_read_but_not_learned():

@@ -246,7 +246,7 @@ class Tokenization:
         messages = before + _messages(rest, "completion" if before else "messages")
         if not messages:
             raise DatasetError("has no messages")
-        tools, own = (_value_of(row.get(n), n) for n in ("tools", "chat_template_kwargs"))
+        tools, own = (_value_of(row.get(n), n) or None for n in ("tools", "chat_template_kwargs"))
         template = {**self._template, **(own or {}), "tools": tools}
         if not self._tokenizer.chat_template:
             raise DatasetError(
