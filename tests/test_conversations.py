@@ -5,9 +5,11 @@ each byte and one for each special token, so positions can be counted in the tex
 import json
 
 import numpy as np
+import pandas
 import pyarrow
 import pyarrow.parquet
 import pytest
+from datasets import Dataset, DatasetDict
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
@@ -254,6 +256,8 @@ def test_rows_are_cut_counted_and_left_out():
     "rows, problem",
     [
         ([], "data some: it has no rows"),
+        (DatasetDict(train=Dataset.from_list([{"text": "a"}])), "of a DatasetDict, one of its sp"),
+        (pandas.DataFrame([{"text": "a"}]), r"DataFrame .*; of a frame, Dataset.from_pandas\(fr"),
         ([{"text": "ab"}, {"question": "?"}], "row 1: has the columns question; it needs messages"),
         ([{"text": "a"}, {"text": "\ud83d"}], r"row 1: UnicodeEncodeError: .*'\\ud83d' in pos"),
         ([{"messages": [{**chat("a")[0], "weight": 2}]}], r"\[0\]: weight must be 0 or 1, not 2"),

@@ -157,10 +157,12 @@ class Tokenization:
         Raises:
             DatasetError: a row cannot be used, or none has a loss token.
         """
-        if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
+        is_listed = hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
+        if isinstance(rows, Mapping) or hasattr(rows, "columns") or not is_listed:
             raise DatasetError(
-                f"data {name}: {type(rows).__name__} cannot be counted and indexed; pass a list of "
-                "rows, or a datasets.Dataset, not a stream"
+                f"data {name}: {type(rows).__name__} cannot be counted and indexed by rows; pass a "
+                "list of rows, or a datasets.Dataset: of a DatasetDict, one of its splits; of a "
+                "frame, Dataset.from_pandas(frame); of a stream, list(stream.take(n))"
             )
         if not len(rows):
             raise DatasetError(f"data {name}: it has no rows; look at the file and at its split")
