@@ -469,6 +469,11 @@ def test_a_template_gets_the_agents_arguments(play, tokenizer):
     assert "max_seq_len=16" in str(failed.error)
 
 
+def test_a_seed_of_an_agent_does_not_make_the_rollouts_of_a_group_alike(play):
+    _, requests = play(env=load(agent={"sampling": {"seed": 4}}), num_rollouts=2)
+    assert not any("seed" in body for body, _ in requests)
+
+
 def test_rollouts_of_a_group_end_with_one_that_finds_no_server():
     ended = []
 
