@@ -469,6 +469,25 @@ def test_a_template_gets_the_agents_arguments(play, tokenizer):
     assert "max_seq_len=16" in str(failed.error)
 
 
+@pytest.mark.parametrize(
+    "sampling, beginning",
+    [
+        ({"reasoning_effort": "low"}, "low True"),
+        ({"reasoning_effort": "none"}, "none False"),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": 0}}, "low 0"),
+    ],
+)
+def test_a_template_gets_the_agents_reasoning_effort_as_from_vllm(
+    play, tokenizer, sampling, beginning
+):
+    thinking = copy.deepcopy(tokenizer)
+    thinking.chat_template = "{{- reasoning_effort }} {{ enable_thinking }}" + (
+        tokenizer.chat_template
+    )
+    _, ((body, _),) = play(env=load(agent={"sampling": sampling}), with_tokenizer=thinking)
+    assert tokenizer.decode(body["tokens"]).startswith(f"{beginning}<|user|>")
+
+
 def test_a_seed_of_an_agent_does_not_make_the_rollouts_of_a_group_alike(play):
     _, requests = play(env=load(agent={"sampling": {"seed": 4}}), num_rollouts=2)
     assert not any("seed" in body for body, _ in requests)

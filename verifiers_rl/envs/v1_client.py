@@ -146,6 +146,8 @@ class TokenClient(vf.Client):
             template |= layer.get("chat_template_kwargs") or {}
         options.pop("chat_template_kwargs", None)
         request = body | options
+        if effort := request.get("reasoning_effort"):  # as vLLM passes it to a template
+            template = {"enable_thinking": effort != "none", **template, "reasoning_effort": effort}
         try:
             prompt_ids = _prompt_ids(episode._runner, body["messages"], turn, template)
         except ValueError as error:  # the prompt has an image
