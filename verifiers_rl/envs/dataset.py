@@ -307,10 +307,10 @@ def parameters_from(
     """
     wanted = []
     for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+        if parameter.kind is parameter.VAR_KEYWORD:
             return tuple(known)
         is_needed = parameter.default is parameter.empty
-        if name in known and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY:
+        if name in known and parameter.kind is not parameter.POSITIONAL_ONLY:
             wanted.append(name)
             if is_needed and (number := known[name]) is not None:
                 raise InvalidEnvironmentError(

@@ -238,8 +238,9 @@ class V1Environment:
 
         self._serving = serving = asyncio.create_task(serve())
         deadline_s = max(self.options.timeout_s, LOAD_S)
-        awaited = {is_up, serving}
-        await asyncio.wait(awaited, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            {is_up, serving}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED
+        )
         if serving.done():
             await serving  # raises why it is not up
         if not is_up.done():

@@ -284,9 +284,9 @@ async def write_rows(
             "examples by --examples"
         )
     num, reward, first_error = Counter[str](), 0.0, ""
-    num_examples = min(options.examples or size, size)
-    total = num_examples * options.rollouts
-    unplayed = (number for number in range(num_examples) for _ in range(options.rollouts))
+    numbers = range(min(options.examples or size, size))
+    unplayed = (number for number in numbers for _ in range(options.rollouts))
+    total = len(numbers) * options.rollouts
 
     async def play_next() -> None:  # in each place
         nonlocal reward, first_error
