@@ -6,8 +6,9 @@ later ones of the rollout have brought, so a bad last turn does not blame a good
 
     A of turn n = sum over turns m >= n of (r_m - mean(r)) / (std(r) + 1e-6)
 
-Mean and standard deviation are over all turns of the group. Pass it as `advantage_fn=turn_credit`,
-or as `advantage = "turn_credit:turn_credit"` in a TOML beside this file.
+Mean and standard deviation are over all turns of the group; of a single turn, std(r) is 0. Pass it
+as `advantage_fn=turn_credit`, or as `advantage = "turn_credit:turn_credit"` in a TOML beside this
+file.
 """
 
 import numpy as np
@@ -19,7 +20,7 @@ def turn_credit(group: list[Rollout]) -> list[np.ndarray]:
     """Return for each rollout the advantages of its tokens, (tokens,)."""
     rewards = [[r.metrics[f"turn_{n}"] for n in range(r.num_turns)] for r in group]
     of_all = np.concatenate(rewards)
-    mean, std = of_all.mean(), of_all.std(ddof=1)
+    mean, std = of_all.mean(), of_all.std(ddof=1) if len(of_all) > 1 else 0.0
     scores = [(np.array(own) - mean) / (std + 1e-6) for own in rewards]
     return [of_tokens(rollout, own) for rollout, own in zip(group, scores, strict=True)]
 

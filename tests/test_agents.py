@@ -109,9 +109,11 @@ def test_a_program_and_what_it_has_started_end_with_the_rollout(run, tmp_path):
     pids = tmp_path / "pids"
     tell = f"print({SLEEP}, os.getpid(), file=open({str(pids)!r}, 'a'))\n"
     run(f"ask('?')\n{tell}")  # `sleep` has its stdout, which does not end
-    error, _ = run(f"{tell}time.sleep(600)", fails=True, generation_timeout=3.0)
+    error, _ = run(f"{tell}time.sleep(600)", fails=True, generation_timeout=5.0)
     assert "longer than generation_timeout" in str(error)
-    wait_until(lambda: not any(map(is_running, map(int, pids.read_text().split()))), 10)
+    started = [int(pid) for pid in pids.read_text().split()]
+    assert len(started) == 4
+    wait_until(lambda: not any(map(is_running, started)))
 
 
 def test_what_a_program_asks_for_does_not_change_how_it_is_sampled(run, caplog):
@@ -144,6 +146,13 @@ def in_any_order(**values):
         first, _ = pool.map(ask, [asked, asked])
         ends = pool.map(ask, [[*first, {"role": "user", "content": more}] for more in "abc"])
         return "".join(end[-1]["content"] for end in ends)
+
+
+def test_a_column_that_a_row_lacks_is_left_to_the_default_of_the_agents_parameter():
+    rows = [{"prompt": "a"}, {"prompt": "b", "answer": "5"}]
+    env = env_from_agent(rows, len_of, lambda prompt, model, answer="none": answer)
+    given = [task.data.agent() for task in env]
+    assert given == ["none", "5"]
 
 
 def len_of(completion):

@@ -5,9 +5,11 @@ each byte and one for each special token, so positions can be counted in the tex
 import json
 
 import numpy as np
+import pandas
 import pyarrow
 import pyarrow.parquet
 import pytest
+from datasets import Dataset, DatasetDict
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
@@ -153,6 +155,10 @@ def test_tools_are_in_the_prompt_as_a_list_or_as_json():
         tokenizer, [(ids, at)] = tokens_of({"messages": chat("a", "b"), "tools": tools}, QWEN3)
         prompt = tokenizer.decode(ids[: at[0]])
         assert prompt.startswith(f"<|im_start|>system\n{json.dumps(tool)}\n")
+    template = QWEN3.replace("if tools", "if tools is not none")
+    for tools in ([], "[]"):  # as without tools
+        tokenizer, [(ids, _)] = tokens_of({"messages": chat("a", "b"), "tools": tools}, template)
+        assert tokenizer.decode(ids).startswith("<|im_start|>user")
 
 
 def test_a_message_of_weight_0_is_read_but_not_learned():
@@ -161,6 +167,12 @@ def test_a_message_of_weight_0_is_read_but_not_learned():
     _, [(ids, at)] = tokens_of({"messages": [one, reply | {"weight": 0}, *rest]})
     assert ids.tolist() == whole.tolist()
     assert tokenizer.decode(ids[at]) == "d<|end|>"
+
+
+def test_a_reply_with_nothing_before_it_is_read_but_not_learned():
+    row = {"messages": [{"role": "assistant", "content": "hi"}, *TURNS[:2]]}
+    tokenizer, [(ids, at)] = tokens_of(row, LLAMA)
+    assert "hi" in tokenizer.decode(ids) and tokenizer.decode(ids[at]) == f"b{EOS}"
 
 
 BOS, EOS = SPECIAL[1][-2:]
@@ -244,6 +256,8 @@ def test_rows_are_cut_counted_and_left_out():
     "rows, problem",
     [
         ([], "data some: it has no rows"),
+        (DatasetDict(train=Dataset.from_list([{"text": "a"}])), "of a DatasetDict, one of its sp"),
+        (pandas.DataFrame([{"text": "a"}]), r"DataFrame .*; of a frame, Dataset.from_pandas\(fr"),
         ([{"text": "ab"}, {"question": "?"}], "row 1: has the columns question; it needs messages"),
         ([{"text": "a"}, {"text": "\ud83d"}], r"row 1: UnicodeEncodeError: .*'\\ud83d' in pos"),
         ([{"messages": [{**chat("a")[0], "weight": 2}]}], r"\[0\]: weight must be 0 or 1, not 2"),

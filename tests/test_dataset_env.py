@@ -88,6 +88,20 @@ def with_default(prompt, bonus=2, *rest):
     return bonus * len(prompt)
 
 
+def test_a_column_that_a_row_lacks_is_left_to_the_default_of_the_parameter():
+    rows = [{"prompt": "a"}, {"prompt": "b", "answer": "5"}]
+
+    def named(prompt, answer="none"):
+        return answer == {"a": "none", "b": "5"}[prompt]
+
+    def whole(completion, **row):
+        return row == rows["ab".index(row["prompt"])]
+
+    assert scores(env_from(rows, [named, whole])) == [{"named": 1.0, "whole": 1.0}] * 2
+    with pytest.raises(InvalidEnvironmentError, match=r"'answer', .* no column of row 0"):
+        env_from(rows, exact)
+
+
 @pytest.mark.parametrize(
     "function, expected",
     [
@@ -222,12 +236,13 @@ def test_a_rollout_is_the_one_that_verifiers_machinery_would_make(play, say, opt
 
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_a_rollout_that_fails_says_why_and_what_was_said(play, monkeypatch, is_slow):
-    error, message, num_messages = ValueError, "returned None", 2
+    error, message, num_messages, options = ValueError, "returned None", 2, {}
     if is_slow:
         monkeypatch.setattr(ServerClient, "post", lambda *args, **kwargs: asyncio.sleep(60))
         error, message, num_messages = TimeoutError, "longer than generation_timeout", 1
+        options["generation_timeout"] = 1.0
     env = env_from(ROWS, lambda completion: None)
-    (rollout,), _ = play(env=env, fails=True, generation_timeout=1.0)
+    (rollout,), _ = play(env=env, fails=True, **options)
     assert isinstance(rollout.error, error) and message in str(rollout.error)
     assert math.isnan(rollout.reward)
     assert len(json.loads(rollout.record)["messages"]) == num_messages

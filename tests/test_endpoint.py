@@ -60,16 +60,17 @@ def test_replies_are_those_of_the_socket():
 
 @pytest.mark.parametrize("is_callers", [True, False])
 def test_a_request_runs_in_a_task_of_its_own_and_ends_with_its_caller(is_callers):
-    tasks = []
+    tasks, has_begun = [], asyncio.Event()
 
     async def answer(request):
         tasks.append(asyncio.current_task())
-        await asyncio.sleep(10)
+        has_begun.set()
+        await asyncio.sleep(600)
 
     async def ask():
         async with started(answer) as runner:
             caller = asyncio.create_task(post_in_memory(runner, "secret")(CHAT, {}))
-            await asyncio.sleep(0.01)
+            await has_begun.wait()
             (handler,) = tasks
             if is_callers:
                 caller.cancel()

@@ -29,6 +29,7 @@ from verifiers_rl.envs.make import make_runner
 from verifiers_rl.envs.v1 import V1Environment, samples_from_trace
 from verifiers_rl.envs.v1_client import AssistantMessage
 from verifiers_rl.envs.v1_loading import load_v1_environment
+from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.inference.packed_tokens import pack_sampled, unpack_ids
 from verifiers_rl.inference.rollout_client import ServerClient
 from verifiers_rl.report.means import batch_metrics
@@ -465,6 +466,50 @@ def test_a_template_gets_the_agents_arguments(play, tokenizer):
     limits = {"max_seq_len": 16, "max_tokens": 5}
     (failed,), _ = play(env=env, with_tokenizer=with_prefix, fails=True, **limits)
     assert "max_seq_len=16" in str(failed.error)
+
+
+@pytest.mark.parametrize(
+    "sampling, beginning",
+    [
+        ({"reasoning_effort": "low"}, "low True"),
+        ({"reasoning_effort": "none"}, "none False"),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": 0}}, "low 0"),
+    ],
+)
+def test_a_template_gets_the_agents_reasoning_effort_as_from_vllm(
+    play, tokenizer, sampling, beginning
+):
+    thinking = copy.deepcopy(tokenizer)
+    thinking.chat_template = "{{- reasoning_effort }} {{ enable_thinking }}" + (
+        tokenizer.chat_template
+    )
+    _, ((body, _),) = play(env=load(agent={"sampling": sampling}), with_tokenizer=thinking)
+    assert tokenizer.decode(body["tokens"]).startswith(f"{beginning}<|user|>")
+
+
+def test_a_seed_of_an_agent_does_not_make_the_rollouts_of_a_group_alike(play):
+    _, requests = play(env=load(agent={"sampling": {"seed": 4}}), num_rollouts=2)
+    assert not any("seed" in body for body, _ in requests)
+
+
+def test_rollouts_of_a_group_end_with_one_that_finds_no_server():
+    ended = []
+
+    async def play_one(number, play):
+        if number:
+            raise ServerLostError("no server")
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(number)
+
+    async def play_all():
+        group = SimpleNamespace(num_rollouts=2, play=play_one)
+        with pytest.raises(ServerLostError):
+            await V1Environment.run_task(SimpleNamespace(_play=print), None, group)
+        return [*ended]
+
+    assert asyncio.run(play_all()) == [0]
 
 
 def test_sampling_that_biases_logprobs_is_warned_of_once(play, caplog):

@@ -2,9 +2,11 @@
 answers over HTTP.
 """
 
+import asyncio
 import json
 import os
 import sys
+import tracemalloc
 from importlib import import_module
 
 import pytest
@@ -168,6 +170,16 @@ def test_the_program_that_the_model_writes_runs_and_its_output_is_read(
     (rollout,) = play("math_python", solve, {"dataset": problems, "python": python})
     assert (rollout.reward, rollout.num_turns) == (reward, 2)
     assert rollout.metrics["num_programs"] == 1.0
+
+
+def test_only_the_end_of_what_a_program_prints_is_kept_in_memory():
+    module = load_example("math_python")
+    config = module.PythonConfig(command=(sys.executable, "-I", "-"), max_chars=5)
+    tracemalloc.start()
+    said = asyncio.run(module.Python(config).python("print('é' * 4_000_000 + 'end')"))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert said == "éend\n" and peak < 2e6  # bytes, of 8e6
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,9 @@ def test_turn_credit_is_what_the_turn_and_later_ones_have_brought():
     found = [sample.advantages for rollout in group for sample in rollout.samples]
     expected = [*(0, 0, 1, 1, 0, -0.5), *(0, -1), *(0, 0, -0.5)]
     assert np.concatenate(found).tolist() == pytest.approx(expected, abs=1e-5)
+    group = [make_rollout({"turn_0": 1.0}, [-1, 3]), make_rollout({})]  # one turn in all
+    set_advantages(group, load_example("turn_credit").turn_credit)
+    assert group[0].samples[0].advantages.tolist() == [0, 0]
 
 
 def test_the_demo_looks_at_its_port_before_it_makes_the_model():

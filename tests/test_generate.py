@@ -216,6 +216,19 @@ def test_a_rollout_is_written_when_it_ends_not_behind_slower_ones():
     assert written == [1, 2, 0]
 
 
+def test_a_rollout_begins_when_there_is_a_place_for_it():
+    num_tasks = []
+
+    async def play(number):
+        num_tasks.append(len(asyncio.all_tasks()))
+        await asyncio.sleep(0)
+        return [row_of(number)]
+
+    num, _ = asyncio.run(write_rows(made_of(play, 100), ASKED, 2, lambda row: None))
+    assert num == len(num_tasks) == 100
+    assert max(num_tasks) <= 5  # this one, and of each place its own and the rollout's
+
+
 def test_if_the_first_rollouts_all_fail_the_others_are_not_tried():
     played = []
 

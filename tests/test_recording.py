@@ -143,6 +143,7 @@ def test_no_text_of_a_model_ends_a_run_or_commands_the_terminal(monkeypatch, enc
     assert places == sorted(places) and not any(text in shown for text in ("a0", "a2", "a4"))
     assert max(map(len, shown.splitlines())) <= 100  # a row of the table is one line wide
     error = ValueError(f"the reply was {COMMANDS}")
+    error.__cause__ = error  # as `raise error from error` sets it
     assert describe_error(error) == "ValueError: the reply was ]0;title[2J2J"
 
 

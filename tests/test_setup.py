@@ -5,7 +5,7 @@ import runpy
 import shlex
 import sys
 import tomllib
-from unittest.mock import Mock
+from unittest.mock import create_autospec
 
 import pytest
 
@@ -89,7 +89,7 @@ def test_the_script_of_a_workspace_is_its_run(
     make_workspace, monkeypatch, no_models, name, calls, options
 ):
     """With a stand-in for RLTrainer."""
-    trainer, folder = Mock(), make_workspace(name)
+    trainer, folder = create_autospec(verifiers_rl.RLTrainer), make_workspace(name)
     for module in (name, "my_env", "my_loss"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.syspath_prepend(folder)

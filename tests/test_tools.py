@@ -109,6 +109,22 @@ def test_only_tools_that_need_no_server_run_here(on_the_path):
         assert runs_here(toolset) == is_here, toolset
 
 
+def test_a_function_of_which_no_tool_can_be_made_is_named(on_the_path):
+    from many_tools import Own
+
+    class Underlined(Own):
+        @vf.tool
+        async def find(self, _limit: int) -> None: ...
+
+    class Unknown(Own):
+        @vf.tool
+        async def find(self, limit: "Limit") -> None: ...  # noqa: F821
+
+    for kind, problem in ((Underlined, "_limit"), (Unknown, "annotations")):
+        with pytest.raises(InvalidEnvironmentError, match=f"{kind.__name__}.find: .*{problem}"):
+            runs_here(kind(vf.ToolsetConfig()))
+
+
 @pytest.mark.parametrize("in_process", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_tool_is_called_here_or_in_the_process_of_its_server(play, monkeypatch, in_process):
     monkeypatch.setattr("verifiers_rl.envs.tools.runs_here", lambda _: in_process)

@@ -4,6 +4,7 @@ verifiers nor a server, so that its workers start at once.
 
 import asyncio
 import os
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from verifiers_rl.envs.base import RunnerOptions
 from verifiers_rl.types import Rollout, Sample
 
 QUESTIONS = (
-    "be well", "die", "die once", "die late", "raise", "print", "fork", "block", "sleep", "wait",
+    "be well", "die", "die once", "die late", "stop once", "raise", "print", "fork", "block",
+    "sleep", "wait",
 )  # fmt: skip
 
 NOBODY = -1
@@ -62,6 +64,8 @@ class TroubledEnv:
 
 
 class Runner:
+    num_playing = 0  # rollouts that have a place
+
     def __init__(self, folder):
         self.folder = folder
 
@@ -73,6 +77,8 @@ class Runner:
         async def one(number):
             rollout = Rollout(0, question, env="env", metrics={"pid": os.getpid()})
             async with request.begin(number):
+                self.num_playing += 1
+                rollout.metrics["num_playing"] = self.num_playing
                 try:
                     await self.answer(question, number)
                     rollout.reward = 3.0
@@ -82,6 +88,8 @@ class Runner:
                     rollout.samples = [sample]
                 except LookupError as error:
                     rollout.error = error
+                finally:
+                    self.num_playing -= 1
             return rollout
 
         return await asyncio.gather(*(one(number) for number in range(request.num_rollouts)))
@@ -99,6 +107,10 @@ class Runner:
                     (self.folder / "died").touch()
                     await asyncio.sleep(0.3)  # the other rollout of the group ends meanwhile
                     os._exit(7)
+            case "stop once":
+                if not (self.folder / "died").exists():
+                    (self.folder / "died").touch()
+                    os.kill(os.getpid(), signal.SIGSTOP)
             case "raise":
                 raise LookupError("no answer key")
             case "print":

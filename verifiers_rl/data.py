@@ -185,9 +185,8 @@ def printable(text: str) -> str:
 
 def describe_error(error: BaseException) -> str:
     """Describe in one line the exception and what caused it."""
-    parts = []
-    link: BaseException | None = error
-    while link is not None:
-        parts.append(f"{type(link).__name__}: {link}".removesuffix(": ").splitlines()[0])
-        link = link.__cause__
+    links = [error]
+    while (cause := links[-1].__cause__) is not None and cause not in links:  # `raise e from e`
+        links.append(cause)
+    parts = (f"{type(one).__name__}: {one}".removesuffix(": ").splitlines()[0] for one in links)
     return printable(" <- ".join(parts))

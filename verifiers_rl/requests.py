@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from verifiers_rl.data import describe_error
 from verifiers_rl.inference import RolloutSession, SessionLostError
+from verifiers_rl.process.loop_thread import gather_or_cancel
 from verifiers_rl.types import Rollout, Split
 
 logger = logging.getLogger(__name__)
@@ -274,13 +275,7 @@ async def run_groups(
                 return
             place, example = following
 
-    tasks = [asyncio.create_task(fill(*next(unused))) for _ in range(num_groups)]
-    try:
-        await asyncio.gather(*tasks)  # which passes on that it is cancelled
-    except Exception:
-        for task in tasks:
-            task.cancel()
-        raise
+    await gather_or_cancel(fill(*next(unused)) for _ in range(num_groups))
     return [complete[place] for place in sorted(complete)]
 
 

@@ -13,10 +13,11 @@ import verifiers.v1 as vf
 
 __all__ = ["MathPythonTaskset"]
 
-# Reads a program on stdin, and ends it after 20 s. podman takes the same words.
+# Reads a program on stdin, and ends it after 20 s. podman takes the same words. Without a log of
+# the engine, a program that prints without end does not fill the disk.
 CONTAINER = (
     *("docker", "run", "--rm", "--interactive", "--network=none", "--memory=512m"),
-    *("--pids-limit=64", "--cap-drop=ALL", "--security-opt=no-new-privileges"),
+    *("--pids-limit=64", "--cap-drop=ALL", "--security-opt=no-new-privileges", "--log-driver=none"),
     *("python:3.12-slim", "timeout", "20", "python", "-"),
 )
 INSTRUCTION = (
@@ -48,9 +49,15 @@ class Python(vf.Toolset[PythonConfig]):
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
+        assert process.stdin is not None and process.stdout is not None
+        output, max_bytes = b"", 4 * self.config.max_chars  # of UTF-8
         try:
             async with asyncio.timeout(self.config.timeout_s):
-                output, _ = await process.communicate(code.encode())
+                process.stdin.write(code.encode())
+                process.stdin.write_eof()
+                while part := await process.stdout.read(65_536):
+                    output = (output + part)[-max_bytes:]  # the program may print without end
+                await process.wait()
         except TimeoutError:
             return f"stopped after {self.config.timeout_s:g} s"
         finally:

@@ -219,10 +219,11 @@ class AgentTaskset(ExampleTaskset):
 
     def __init__(self, agent: Any, dataset: Any, *given: Any) -> None:
         super().__init__(dataset, *given)
-        rows, known = examples_of(dataset, given[-1]), [*OF_ROLLOUT, *self.columns]
+        rows, known = examples_of(dataset, given[-1]), self.columns | dict.fromkeys(OF_ROLLOUT)
         wanted = parameters_from(agent, known, "env_from_agent: the agent")
         for task, row in zip(self.tasks, rows, strict=True):
-            own = partial(agent, **{name: row.get(name) for name in wanted})
+            names = (name for name in wanted if name in row or name in OF_ROLLOUT)
+            own = partial(agent, **{name: row.get(name) for name in names})
             task.data = AgentData(**dict(task.data), agent=own)
 
 

@@ -29,7 +29,7 @@ from verifiers_rl.envs.records import record_of_state, text_of
 from verifiers_rl.envs.rendering import Renderer, as_vllm_renders
 from verifiers_rl.inference import ChatReply, RolloutSession, ServerClient
 from verifiers_rl.process.limits import FILES_OF_ROLLOUT, raise_open_files
-from verifiers_rl.process.loop_thread import run_contained
+from verifiers_rl.process.loop_thread import gather_or_cancel, run_contained
 from verifiers_rl.requests import GroupRequest
 from verifiers_rl.types import Rollout, Sample, Split
 
@@ -138,8 +138,8 @@ class ClassicEnvironment:
                 rollout.error = error
             return [rollout]
 
-        runs = [request.play(n, partial(play, n)) for n in range(request.num_rollouts)]
-        group = [rollout for (rollout,) in await asyncio.gather(*runs)]
+        runs = (request.play(n, partial(play, n)) for n in range(request.num_rollouts))
+        group = [rollout for (rollout,) in await gather_or_cancel(runs)]
         played = [*zip(group, states, strict=True)]
         if scored := [state for rollout, state in played if rollout.error is None]:
             try:

@@ -8,6 +8,7 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,8 @@ class ExampleTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
         """
         values, scores = {**self.row, REPLY: reply}, dict[str, float]()
         for name, _, reward_fn, parameters in self.rewards:
-            given = reward_fn(**{parameter: values[parameter] for parameter in parameters})
+            # A column that only other rows have is left to the parameter's default.
+            given = reward_fn(**{one: values[one] for one in parameters if one in values})
             if inspect.isawaitable(given):
                 given = await given
             try:
@@ -74,7 +76,7 @@ class ExampleTaskset(vf.Taskset[ExampleTask, vf.TasksetConfig]):
     """The examples of a dataset.
 
     Attributes:
-        columns: the names that each row has.
+        columns: all that rows have, and the number of the first row that lacks it, or None.
     """
 
     def __init__(
@@ -86,8 +88,11 @@ class ExampleTaskset(vf.Taskset[ExampleTask, vf.TasksetConfig]):
     ) -> None:
         super().__init__(vf.TasksetConfig())
         rows, what = examples_of(dataset, name), f"env_from: {name}"
-        self.columns = [name for name in rows[0] if all(name in row for row in rows)]
-        known, whose = [REPLY, *self.columns], f"{what}: the reward function"
+        self.columns = {
+            column: next((number for number, row in enumerate(rows) if column not in row), None)
+            for column in dict.fromkeys(chain.from_iterable(rows))
+        }
+        known, whose = {REPLY: None} | self.columns, f"{what}: the reward function"
         # A worker that gets the taskset imports the functions' scripts.
         self.rewards = [
             (reward, weight, fn, parameters_from(fn, known, f"{whose} {reward!r}"))
@@ -202,11 +207,12 @@ def env_from(
             column `prompt` holds strings or lists of messages; or a list of prompts as strings.
         reward_fn: returns the reward of one reply. It gets what its parameters name: `completion`,
             the reply as text; `prompt`; any other column of the dataset; `**kwargs` gets all of
-            these. It runs in a rollout worker (`env_workers`) if it is defined in a module, or in a
-            script that has `if __name__ == "__main__":`, else in the trainer's process. A function
-            that waits should be async, because otherwise all rollouts of its process wait with it.
-            Of several, the reward is the sum; each one's own score has the function's name in the
-            metrics and in `Rollout.metrics`.
+            these. A column that a row lacks is left to the parameter's default. It runs in a
+            rollout worker (`env_workers`) if it is defined in a module, or in a script that has
+            `if __name__ == "__main__":`, else in the trainer's process. A function that waits
+            should be async, because otherwise all rollouts of its process wait with it. Of several,
+            the reward is the sum; each one's own score has the function's name in the metrics and
+            in `Rollout.metrics`.
         system_prompt: put before each prompt.
         eval_dataset: for evaluations, in place of `dataset`.
         weights: of the functions in that sum; by default 1 each.
@@ -288,26 +294,30 @@ def examples_of(dataset: Any, name: str) -> list[Mapping[str, Any]]:
 
 
 def parameters_from(
-    function: Callable[..., Any], known: Sequence[str], what: str
+    function: Callable[..., Any], known: Mapping[str, int | None], what: str
 ) -> tuple[str, ...]:
     """Return the names of the arguments that a function is called with.
 
     Args:
-        known: the names that there are.
+        known: the names that there are, and the number of the first row that lacks it, or None.
         what: names the function in errors.
 
     Raises:
-        InvalidEnvironmentError: it needs another one.
+        InvalidEnvironmentError: it needs another one, or one that a row lacks.
     """
     wanted = []
     for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+        if parameter.kind is parameter.VAR_KEYWORD:
             return tuple(known)
-        if name in known and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY:
+        is_needed = parameter.default is parameter.empty
+        if name in known and parameter.kind is not parameter.POSITIONAL_ONLY:
             wanted.append(name)
-        elif (
-            parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL
-        ):
+            if is_needed and (number := known[name]) is not None:
+                raise InvalidEnvironmentError(
+                    f"{what} has a parameter {name!r}, which is no column of row {number}; give "
+                    "each row the column, or the parameter a default"
+                )
+        elif is_needed and parameter.kind is not parameter.VAR_POSITIONAL:
             raise InvalidEnvironmentError(
                 f"{what} has a parameter {name!r}, "
                 f"which is no column that can be passed by its name. {did_you_mean(name, known)} "

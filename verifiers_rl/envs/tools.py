@@ -29,6 +29,7 @@ from typing import Any
 import verifiers.v1 as vf
 from verifiers.v1.errors import HarnessError, ToolsetError
 
+from verifiers_rl.envs.base import InvalidEnvironmentError
 from verifiers_rl.envs.rendering import as_object
 
 CONNECT_S = 60.0  # deadline of connecting to all tool servers of a rollout
@@ -128,15 +129,24 @@ class LocalUrl(str):
 def _needs_server(cls: Any) -> bool:
     """Return whether a class serves its tools by code of its own, or a tool takes something of the
     MCP request by which it is called.
+
+    Raises:
+        InvalidEnvironmentError: mcp can make no tool of one of its functions.
     """
     from mcp.server.mcpserver.tools import Tool
 
     of = inspect.getattr_static
     if any(of(cls, name) is not of(vf.Toolset, name) for name in ("register", "run", "_serve")):
         return True
-    functions = (one for _, one in inspect.getmembers(cls, inspect.isfunction))
-    tools = [Tool.from_function(one) for one in functions if getattr(one, "tool", False)]
-    return any(tool.context_kwarg or tool.resolved_params for tool in tools)
+    for name, function in inspect.getmembers(cls, inspect.isfunction):
+        if getattr(function, "tool", False):
+            try:
+                tool = Tool.from_function(function)
+            except Exception as error:  # such as mcp's InvalidSignature, which is no ValueError
+                raise InvalidEnvironmentError(f"the tool {cls.__name__}.{name}: {error}") from error
+            if tool.context_kwarg or tool.resolved_params:
+                return True
+    return False
 
 
 def runs_here(toolset: Any) -> bool:

@@ -54,7 +54,7 @@ from verifiers_rl.envs.v1_loading import (
 )
 from verifiers_rl.inference import RolloutSession, allowed_tokens
 from verifiers_rl.process.limits import FILES_OF_ROLLOUT, raise_open_files
-from verifiers_rl.process.loop_thread import call_on_thread, run_contained
+from verifiers_rl.process.loop_thread import call_on_thread, gather_or_cancel, run_contained
 from verifiers_rl.requests import GroupRequest
 from verifiers_rl.types import ALLOWED_TOKENS, LOAD_S, ROUTED_EXPERTS, Rollout, Sample, Split
 
@@ -231,8 +231,9 @@ class V1Environment:
 
         self._serving = serving = asyncio.create_task(serve())
         deadline_s = max(self.options.timeout_s, LOAD_S)
-        awaited = {is_up, serving}
-        await asyncio.wait(awaited, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            {is_up, serving}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED
+        )
         if serving.done():
             await serving  # raises why it is not up
         if not is_up.done():
@@ -254,8 +255,8 @@ class V1Environment:
         error fails only its own episode.
         """
         play = partial(self._play, task, request)
-        runs = [request.play(number, play) for number in range(request.num_rollouts)]
-        return [rollout for episode in await asyncio.gather(*runs) for rollout in episode]
+        runs = (request.play(number, play) for number in range(request.num_rollouts))
+        return [rollout for episode in await gather_or_cancel(runs) for rollout in episode]
 
     async def _play(
         self, task: vf.Task, request: GroupRequest, session: RolloutSession

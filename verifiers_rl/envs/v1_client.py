@@ -145,15 +145,17 @@ class TokenClient(vf.Client):
         for layer in (body, episode._sampling, of_agent):  # a later one wins
             template |= layer.get("chat_template_kwargs") or {}
         options.pop("chat_template_kwargs", None)
+        request = body | options
+        if effort := request.get("reasoning_effort"):  # as vLLM passes it to a template
+            template = {"enable_thinking": effort != "none", **template, "reasoning_effort": effort}
         try:
             prompt_ids = _prompt_ids(episode._runner, body["messages"], turn, template)
         except ValueError as error:  # the prompt has an image
             raise ProviderError(str(error), status_code=400) from error
-        body.pop("seed", None)  # a program's own would make the rollouts of a group alike
-        request = body | options
-        # If a program asks for a stream, verifiers makes one from the whole reply. The only
-        # limit is max_tokens below.
-        for name in ("stream", "stream_options", "max_completion_tokens"):
+        # A seed of the program or the agent would make the rollouts of a group alike. If a program
+        # asks for a stream, verifiers makes one from the whole reply. The only limit is max_tokens
+        # below.
+        for name in ("seed", "stream", "stream_options", "max_completion_tokens"):
             request.pop(name, None)
         if request.get("sampling_mask") and request.get("top_k") in (None, -1, 0):
             request["top_k"] = episode._sampling["top_k"]  # an agent has taken the limit away

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from typing import Any, Never
 
@@ -78,6 +78,20 @@ async def run_contained(coroutine: Coroutine[Any, Any, Any]) -> Any:
         return await asyncio.create_task(coroutine)
     except asyncio.CancelledError as error:
         _raise_contained(error)
+
+
+async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Run coroutines at once, and return their results in their order. If one raises, or this is
+    cancelled, the others are cancelled, and get some time to end.
+    """
+    tasks = [*map(asyncio.create_task, coroutines)]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=STOP_DEADLINE_S)
+        raise
 
 
 async def call_on_thread(function: Callable[[], Any]) -> Any:

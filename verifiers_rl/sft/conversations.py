@@ -157,10 +157,12 @@ class Tokenization:
         Raises:
             DatasetError: a row cannot be used, or none has a loss token.
         """
-        if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
+        is_listed = hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
+        if isinstance(rows, Mapping) or hasattr(rows, "columns") or not is_listed:
             raise DatasetError(
-                f"data {name}: {type(rows).__name__} cannot be counted and indexed; pass a list of "
-                "rows, or a datasets.Dataset, not a stream"
+                f"data {name}: {type(rows).__name__} cannot be counted and indexed by rows; pass a "
+                "list of rows, or a datasets.Dataset: of a DatasetDict, one of its splits; of a "
+                "frame, Dataset.from_pandas(frame); of a stream, list(stream.take(n))"
             )
         if not len(rows):
             raise DatasetError(f"data {name}: it has no rows; look at the file and at its split")
@@ -246,7 +248,7 @@ class Tokenization:
         messages = before + _messages(rest, "completion" if before else "messages")
         if not messages:
             raise DatasetError("has no messages")
-        tools, own = (_value_of(row.get(n), n) for n in ("tools", "chat_template_kwargs"))
+        tools, own = (_value_of(row.get(n), n) or None for n in ("tools", "chat_template_kwargs"))
         template = {**self._template, **(own or {}), "tools": tools}
         if not self._tokenizer.chat_template:
             raise DatasetError(
@@ -258,7 +260,9 @@ class Tokenization:
         text, ids, spans = "", list[int](), list[tuple[int, int]]()
         for number, message in enumerate(messages):
             is_reply = message["role"] == "assistant"
-            if number < len(before) or not (is_reply and weights[number]):
+            # A reply with nothing before it would have its role and the template's own system
+            # prompt in the loss.
+            if number < max(len(before), 1) or not (is_reply and weights[number]):
                 continue
             try:
                 asked = self._render(messages[:number], True, template)
@@ -280,8 +284,6 @@ class Tokenization:
     def _render(
         self, messages: list[dict[str, Any]], is_prompt: bool, template: dict[str, Any]
     ) -> str:
-        if not messages:  # which no template takes
-            return ""
         try:
             return self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=is_prompt, **template

@@ -35,7 +35,7 @@ from verifiers_rl.config import SAMPLING_OF_ONE_ENV, RLConfig, default_options
 from verifiers_rl.data import ENDLESS, describe_error
 from verifiers_rl.inference.client import InferenceClient, InferenceServerError, generation_key
 from verifiers_rl.json_text import as_json
-from verifiers_rl.process.loop_thread import LoopThread
+from verifiers_rl.process.loop_thread import LoopThread, gather_or_cancel, run_contained
 from verifiers_rl.report.run_folder import WritingError, writing
 from verifiers_rl.sync import ServerPool
 from verifiers_rl.types import Split
@@ -277,29 +277,26 @@ async def write_rows(
     Raises:
         GenerationError: all examples of a stream are requested, or no rollout succeeds.
     """
-    size, places = player.sizes(options.split)[0], asyncio.Semaphore(num_at_once)
+    size = player.sizes(options.split)[0]
     if options.examples is None and size >= ENDLESS:
         raise GenerationError(
             f"environment {player.name!r}: its tasks are a stream without end: say how many "
             "examples by --examples"
         )
     num, reward, first_error = Counter[str](), 0.0, ""
-
-    async def play(number: int) -> list[tuple[dict[str, Any], bool]]:
-        async with places:
-            return await player.play(options.split, number)
-
     numbers = range(min(options.examples or size, size))
-    await player.open()
-    tasks = [asyncio.create_task(play(n)) for n in numbers for _ in range(options.rollouts)]
-    try:
-        for ended in asyncio.as_completed(tasks):
+    unplayed = (number for number in numbers for _ in range(options.rollouts))
+    total = len(numbers) * options.rollouts
+
+    async def play_next() -> None:  # in each place
+        nonlocal reward, first_error
+        for number in unplayed:
             try:
-                rows = await ended
+                rows = await run_contained(player.play(options.split, number))
             except Exception as error:  # whatever the environment's own code raises
                 num["failed"] += 1
                 first_error = first_error or describe_error(error)
-                if not num["rollouts"] and num["failed"] >= min(NUM_TRIED, len(tasks)):
+                if not num["rollouts"] and num["failed"] >= min(NUM_TRIED, total):
                     raise GenerationError(
                         f"environment {player.name!r}: no rollout succeeded, and the first "
                         f"{num['failed']} failed. The first error: {first_error}"
@@ -311,10 +308,11 @@ async def write_rows(
                 if not is_cut and row["reward"] >= options.min_reward:
                     num["written"] += 1
                     write(row)
+
+    await player.open()
+    try:
+        await gather_or_cancel(play_next() for _ in range(min(num_at_once, total)))
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
         await player.close()
     said = f"{num['written']} of {num['rollouts'] + num['failed']} rollouts written"
     said += f", mean reward {reward / max(num['rollouts'], 1):.3f}"
