@@ -550,49 +550,6 @@ def reference_kl(inputs: LossInputs, beta: float) -> LossOutputs:
     return LossOutputs(beta * (inputs.weights * kl).sum(), {"reference_kl": kl.detach()})
 
 
-class AdaptiveKL:
-    """`reference_kl` with a weight that changes from step to step, so that the KL stays near a
-    target: beta <- beta * (1 + 0.1 * clip(KL / target - 1, -0.2, 0.2)) (Ziegler et al., 2019,
-    arXiv:1909.08593, section 2.2).
-
-    Args:
-        beta: the weight at the start (`kl_beta`), > 0.
-        target: the KL to hold (`kl_target`), nats per token, > 0.
-    """
-
-    needs: frozenset[Need] = frozenset({"reference_logprobs"})
-
-    def __init__(self, beta: float, target: float) -> None:
-        self.beta = beta
-        self.target = target
-
-    def __call__(self, inputs: LossInputs) -> LossOutputs:
-        outputs = reference_kl(inputs, self.beta)
-        beta = torch.full_like(inputs.weights, self.beta)
-        return LossOutputs(outputs.loss, {**outputs.metrics, "kl_beta": beta})
-
-    def update(self, token_means: Mapping[str, float]) -> None:
-        """Change the weight for the next step, by the `reference_kl` of this one: its mean over
-        the loss tokens, nats. Without loss tokens the weight stays.
-        """
-        if "reference_kl" in token_means:
-            error = min(max(token_means["reference_kl"] / self.target - 1, -0.2), 0.2)
-            self.beta *= 1 + 0.1 * error
-
-    def state_dict(self, step: int) -> dict[str, Any]:
-        """Return the weight for a checkpoint; see `checkpoints.Stateful`."""
-        return {"beta": self.beta}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.beta = state["beta"]
-
-
-def adaptive_kl_of(loss_fn: LossFn) -> AdaptiveKL | None:
-    """Return the `AdaptiveKL` among the terms of a loss, see `add_terms`; None if it has none."""
-    terms = getattr(loss_fn, "terms", ())
-    return next((term for term in terms if isinstance(term, AdaptiveKL)), None)
-
-
 @needs("entropy_gradient")
 def entropy_bonus(inputs: LossInputs, beta: float) -> LossOutputs:
     """- beta * sum_t w_t * H_t, which rewards a policy that stays undecided (A3C,
