@@ -194,12 +194,36 @@ def test_memory_that_cannot_be_shared_is_told_and_http_is_next(monkeypatch, capl
 
     monkeypatch.setattr(weight_sync, "gpu_uuid", lambda device: "gpu-0")
     monkeypatch.setattr("verifiers_rl.sync.nccl.share", refuses)
-    sync, model = WeightSync(StubServer(), timeout_s=30), make_tiny_model()
-    status = sync.client.status()
-    sync.client.status = lambda: status | {"gpus": ["gpu-0"]}
+    sync, model = WeightSync(StubServer(gpus=["gpu-0"]), timeout_s=30), make_tiny_model()
     push_to(sync, model, 0)  # once: the pool makes another WeightSync for a server that was lost
     assert "not of a part of a GPU; HTTP is tried" in caplog.text
     assert sync._nccl is None and sync.client.policy_version == 0
+
+
+@pytest.mark.parametrize("wanted", ["auto", "nccl"])
+@pytest.mark.parametrize("dies", [False, True])
+def test_where_nccl_cannot_connect_http_is_next_unless_the_server_is_lost(
+    monkeypatch, caplog, wanted, dies
+):
+    def fail(transport):
+        server.is_up = not dies
+        raise nccl.NcclError("connecting took too long")
+
+    monkeypatch.setattr(weight_sync, "gpu_uuid", lambda device: "gpu-0")
+    monkeypatch.setattr(weight_sync, "NcclTransport", StubNccl)
+    monkeypatch.setattr(StubNccl, "wait_until_connected", fail)
+    server, model = StubServer(gpus=["gpu-1"]), make_tiny_model()
+    sync = WeightSync(server, wanted, timeout_s=30)
+    if wanted == "auto" and not dies:
+        push_to(sync, model, 0)
+        push_to(sync, model, 1)
+        assert sync._nccl is None and server.policy_version == 1
+        assert caplog.text.count("connecting took too long; HTTP is tried next") == 1
+    else:
+        says = "^no answer from" if dies else "took too long; weight_sync_backend='http' needs"
+        with pytest.raises(ServerLostError, match=says):
+            push_to(sync, model, 0)
+        assert not caplog.text
 
 
 REFUSED = InferenceServerError("500: RuntimeError: out of memory")

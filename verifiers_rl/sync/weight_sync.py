@@ -170,11 +170,15 @@ class WeightSync:
             try:
                 self._connect(model, sources, adapter)
             except ServerLostError as error:
-                nccl = self._nccl  # None: another thread has given all of this up
-                if nccl is None or nccl.way != "CUDA IPC":
+                if self._nccl is None:  # HTTP, or another thread has given all of this up
                     raise
-                # Some memory cannot be shared, as of a part of a GPU.
-                logger.warning("%s; HTTP is tried next", error)
+                self.client.status()  # raises its error, if it is the server that is lost
+                if self.backend == "nccl":
+                    raise ServerLostError(
+                        f"{error}; weight_sync_backend='http' needs the server's port only"
+                    ) from error
+                # A part of a GPU shares no memory, and a firewall lets no NCCL through.
+                logger.warning("%s; HTTP is tried next (weight_sync_backend)", error)
                 self.close()
                 self.backend = "http"
                 self._connect(model, sources, adapter)
