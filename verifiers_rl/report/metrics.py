@@ -301,9 +301,13 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the `PEAK_FLOPS` of a GPU, by the name that torch gives it; None if not known."""
+    """Return the `PEAK_FLOPS` of a GPU, by the name that torch gives it; None if not known,
+    and for a part of a GPU (MIG).
+    """
     matches = (
-        flops for name, flops in PEAK_FLOPS.items() if re.search(rf"\b{name}\b", device_name)
+        flops
+        for name, flops in PEAK_FLOPS.items()
+        if re.search(rf"\b{name}\b(?!.* MIG )", device_name)
     )
     return next(matches, None)
 
