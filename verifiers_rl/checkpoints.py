@@ -395,11 +395,9 @@ def save_merged(model: Any, tokenizer: Any, folder: Path, *, writes: bool) -> No
     if not writes:
         return
     plain = without_weights(base)
-    if getattr(base, "generation_config", None) is not None:
-        plain.generation_config = base.generation_config
+    plain.generation_config = base.generation_config
     wanted = plain.state_dict().keys()
-    tied = set(getattr(plain, "all_tied_weights_keys", None) or {})
-    if missing := wanted - weights.keys() - tied:
+    if missing := wanted - weights.keys() - plain.all_tied_weights_keys.keys():
         raise RuntimeError(
             f"the merged model lacks {sorted(missing)[:3]}; set save_final='adapter'"
         )

@@ -566,7 +566,7 @@ def saved_bytes(base: Any, num_tokens: int) -> int:
     return sum(kept.values())
 
 
-def fit_step(model: nn.Module, base: Any, args: RLConfig, optimizer: Any = None) -> int | None:
+def fit_step(model: nn.Module, base: Any, args: RLConfig, optimizer: Any) -> int | None:
     """Return the tokens of one forward pass on a rank. Let layers be computed again in backward.
     None, and no such layers, on a CPU, for a model of FSDP2 or DeepSpeed, and for one whose layers
     are not known.

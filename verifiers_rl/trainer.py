@@ -352,9 +352,10 @@ class RLTrainer(SavingTrainer):
         is read first: in the first step, on all ranks, because only then the model is wrapped and
         split as for training.
         """
-        model, base = self.model_wrapped, self._base_of(self.model)
         with self.accelerator.autocast():  # as in each step
-            return try_model(model, base, self.args, self.optimizer)
+            return try_model(
+                self.model_wrapped, self._base_of(self.model), self.args, self.optimizer
+            )
 
     # --- Batches and weights ----------------------------------------------------------------------
 

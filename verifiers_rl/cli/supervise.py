@@ -222,8 +222,11 @@ class ThisMachine:
         return self._logs / f"{plan.name}.log"
 
     def start_server(self, plan: ServerPlan) -> Child:
-        env = {**plan.env, "CUDA_VISIBLE_DEVICES": self.gpus[plan.name]}
-        env[RESERVED_VARIABLE] = str(plan.port)
+        env = {
+            **plan.env,
+            "CUDA_VISIBLE_DEVICES": self.gpus[plan.name],
+            RESERVED_VARIABLE: str(plan.port),
+        }
         address = plan.host, plan.port
         return LocalChild(plan.name, plan.command(*address), env, self._log(plan), address=address)
 

@@ -137,8 +137,8 @@ def error_of_flags(args: Any) -> str | None:
     # call. The trainer makes room on the GPU of its rank 0 only.
     if args.enable_sleep_mode and num_workers(args) > 1:
         return (
-            f"--enable-sleep-mode: not with the {num_workers(args)} workers of --tensor-, "
-            "--pipeline- and --data-parallel-size; leave it out, or these"
+            "--enable-sleep-mode: not with several workers (--tensor-, --pipeline- and "
+            "--data-parallel-size); leave it out, or these"
         )
     allowed = {"api_server_count": 1, "data_parallel_size_local": args.data_parallel_size}
     for name in OTHER_PROCESSES:

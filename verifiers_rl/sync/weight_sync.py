@@ -163,7 +163,7 @@ class WeightSync:
             InferenceServerError: another trainer has the server, or it cannot take these weights.
                 The message says why and what to change.
         """
-        if self.connection is not None and self._hold is not None and not self._hold.has_reply():
+        if self.connection and self._hold and not self._hold.has_reply():
             return
         with self._connecting:
             self.close()  # something between us and the server may have cut what held it
@@ -310,11 +310,11 @@ class WeightSync:
         unfinished: the server hears of it. The next push connects again.
         """
         nccl, self._nccl, self.connection = self._nccl, None, None
-        if self._request is not None:
+        if self._request:
             self._request.give_up()
-        if self._hold is not None:
+        if self._hold:
             self._hold.close()
-        if nccl is not None:
+        if nccl:
             nccl.abandon()
 
 
