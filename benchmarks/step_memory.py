@@ -306,7 +306,7 @@ def main() -> None:
                     disable_input_dtype_casting(policy),
                     torch.autocast("cpu", torch.bfloat16),
                 ):
-                    tokens = forward.fit_step(policy, policy.get_base_model(), args)
+                    tokens = forward.fit_step(policy, policy.get_base_model(), args, None)
                 num_layers = sum("forward" in vars(block) for block in blocks)
                 found, _ = count(policy, args, samples, tokens, True, 1)
                 peaks.append((name, "after", f"{gpu:g}", tokens, num_layers, held, found.peak))

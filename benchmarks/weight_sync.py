@@ -345,9 +345,6 @@ class StandIn(InferenceClient):
             "served_model_name": "m",
         }
 
-    def hold(self, trainer: str) -> Any:
-        return socket.socket()  # has a `close`, as a hold has
-
 
 def drop_all(pipe: Any) -> None:
     class Handler(BaseHTTPRequestHandler):

@@ -315,9 +315,9 @@ class StubServer:
 
     host = "127.0.0.1"
 
-    def __init__(self, number=0, dtype="float32", lora_dtype=None):
+    def __init__(self, number=0, dtype="float32", lora_dtype=None, gpus=(None,)):
         self.base_url, self.port = f"http://127.0.0.1:{number}", number
-        self.dtype, self.lora_dtype = dtype, lora_dtype
+        self.dtype, self.lora_dtype, self.gpus = dtype, lora_dtype, [*gpus]
         self.connection = None
         self.is_up = True
         self.on_write = lambda given_up: None
@@ -339,7 +339,7 @@ class StubServer:
         return {
             "connection": self.connection,
             "world_size": 1,
-            "gpus": [None],
+            "gpus": self.gpus,
             "dtype": self.dtype,
             "lora_dtype": self.lora_dtype,
             "served_model_name": "base",

@@ -83,21 +83,28 @@ while True:
 
 def test_it_is_asked_to_end_once(start, tmp_path):
     code = """
-import signal, sys, time
+import os, signal, sys, time
+up, asked, again = sys.argv[1:]
 def end(*_):
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one would end it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one would end it, with status 143
+    open(asked, "w").close()
+    while not os.path.exists(again):
+        time.sleep(0.05)
     time.sleep(0.5)
-    sys.exit(143)
+    sys.exit(3)
 signal.signal(signal.SIGTERM, end)
-open(sys.argv[1], "w").close()
+open(up, "w").close()
 time.sleep(300)
 """
-    child = start(code, tmp_path / "up")
-    wait_until((tmp_path / "up").exists)
+    up, asked, again = (tmp_path / name for name in ("up", "asked", "again"))
+    child = start(code, up, asked, again)
+    wait_until(up.exists)
     child.terminate()
+    wait_until(asked.exists)
     child.terminate()
+    again.touch()
     child.stop()
-    assert child.poll() == 143
+    assert child.poll() == 3
 
 
 def test_nothing_answers_where_no_server_is():

@@ -74,6 +74,18 @@ def test_tokens_and_checkpoints_follow_from_free_memory(
     assert ("may not suffice" in line) == (room == 10)
 
 
+def test_a_resumed_run_whose_optimizer_has_its_memory_takes_as_many_tokens(
+    make_trainer, give, monkeypatch
+):
+    trainer = make_trainer(**DEFAULT)
+    held = round(50 * give(trainer, 200))
+    free = forward.free_bytes(None)
+    monkeypatch.setattr(forward, "free_bytes", lambda device: free - held)
+    parameter = next(trainer.model.parameters())
+    trainer.create_optimizer().state[parameter] = {"exp_avg": torch.zeros(held, dtype=torch.uint8)}
+    assert trainer.tried_support.token_budget == 100
+
+
 def test_a_step_of_which_backward_needs_only_the_head_takes_all_tokens(make_trainer, monkeypatch):
     model = make_tiny_llama()
     model.model.requires_grad_(False)

@@ -48,6 +48,7 @@ def test_operations_of_a_step_are_those_that_torch_counts(changes):
 
 def test_mfu_is_the_share_of_the_peak_that_the_model_used(monkeypatch):
     assert peak_flops("NVIDIA H100 PCIe") == 756e12 and peak_flops("NVIDIA RTX A1000") is None
+    assert peak_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None
     for name, value in {
         "get_device_name": "NVIDIA H100 80GB HBM3",
         "max_memory_allocated": 3_000_000_000,

@@ -84,10 +84,16 @@ def test_each_tensor_is_gathered_once_and_a_server_with_a_fault_costs_itself_onl
 def test_a_signal_ends_a_push_to_servers_that_hang():
     servers = [StubServer(n) for n in range(2)]
     syncs, told = syncs_to(servers), []
+    both_hang = threading.Barrier(2, partial(os.kill, os.getpid(), signal.SIGTERM))
+
+    def hang(given_up):
+        told.append(given_up)
+        both_hang.wait(30)
+        given_up.wait(30)
+
     for server in servers:
-        server.on_write = lambda given_up: told.append(given_up) or given_up.wait(30)
+        server.on_write = hang
     with pytest.raises(Interrupted), Interrupts().handled(None, says=False):
-        threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGTERM]).start()
         push_to_all(syncs, MODEL, 7)
     assert all(sync.connection is None for sync in syncs)
     assert len(told) == 2 and all(given_up.is_set() for given_up in told)

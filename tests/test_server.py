@@ -520,8 +520,9 @@ def test_a_push_that_stalls_until_the_deadline_or_is_reset_is_a_lost_connection(
             threading.Thread(target=reset).start()
         client = InferenceClient("127.0.0.1", listener.getsockname()[1])
         body = bytes(2**26)  # more than sockets hold
-        with pytest.raises(ServerLostError, match="/weight_sync/receive"):
-            pushed(client, "c", body, timeout_s=0.3).answer()
+        with pytest.raises(ServerLostError, match="/weight_sync/receive") as caught:
+            pushed(client, "c", body, timeout_s=60.0 if is_reset else 0.3).answer()
+        assert ("timed out" in str(caught.value)) == (not is_reset)
 
 
 def test_over_nccl_the_id_is_handed_on_and_workers_hear_that_the_trainer_has_left():
@@ -771,11 +772,15 @@ def test_requests_without_a_key_are_refused_where_one_is_needed():
         ({"data_parallel_rank": 0}, "--data-parallel-rank 0: "),
         ({"data_parallel_size_local": 2}, "--data-parallel-size-local 2: "),
         ({"logprobs_mode": "raw_logprobs"}, "--logprobs-mode raw_logprobs: "),
+        ({"enable_sleep_mode": True}, None),
+        ({"enable_sleep_mode": True, "tensor_parallel_size": 2}, "--enable-sleep-mode: "),
+        ({"enable_sleep_mode": True, "data_parallel_size": 2}, "--enable-sleep-mode: "),
     ],
 )
 def test_flags_that_training_cannot_have_are_refused(flags, message):
-    plain = {"data_parallel_size": 1, "logprobs_mode": "processed_logprobs"}
-    found = error_of_flags(SimpleNamespace(**plain | flags))
+    sizes = {f"{kind}_parallel_size": 1 for kind in ("tensor", "pipeline", "data")}
+    plain = {"logprobs_mode": "processed_logprobs", "enable_sleep_mode": False}
+    found = error_of_flags(SimpleNamespace(**sizes | plain | flags))
     assert found is None if message is None else found.startswith(message)
 
 

@@ -1,8 +1,10 @@
 """The loop that starts servers and trainer, and starts a server again that died."""
 
 import dataclasses
+import io
 import json
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -159,6 +161,26 @@ def test_lost_ranks_end_the_run_with_the_command_to_resume(run, capsys):
     assert "/a/rl.toml --resume" in said and signal.SIGTERM in trainers[0].signals
 
 
+class Full(io.StringIO):
+    def write(self, text):
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("status", [7, 128 + signal.SIGTERM])
+def test_an_output_that_is_full_or_closed_later_changes_no_status(run, monkeypatch, status):
+    class Waiting(Played):
+        def wait(self, seconds):
+            for name in ("stdout", "stderr"):
+                monkeypatch.setattr(sys, name, Full())
+            if status != 7 and not self.signals:
+                signal.raise_signal(signal.SIGTERM)
+            return super().wait(seconds)
+
+    launcher = Launcher([Waiting("trainer", 7, polls=200)], Played("inference", 9, polls=4))
+    assert run(launcher) == status
+    assert status != 7 or len(launcher.started) == 1 + MAX_RESTARTS
+
+
 def test_a_signal_ends_the_run_also_where_ray_raises_an_interrupt_of_its_own(run, capsys):
     class Waiting(Played):
         def wait(self, seconds):
@@ -171,5 +193,5 @@ def test_a_signal_ends_the_run_also_where_ray_raises_an_interrupt_of_its_own(run
 
     trainer, server = Waiting("trainer"), Played("inference")
     assert run(Launcher([trainer], server)) == 128 + signal.SIGTERM
-    assert "vf-rl: interrupted by SIGTERM: ending the run" in capsys.readouterr().out
+    assert "vf-rl: interrupted by SIGTERM: ending the run" in capsys.readouterr().err
     assert signal.SIGTERM in trainer.signals and signal.SIGTERM in server.signals

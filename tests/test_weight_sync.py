@@ -1,5 +1,6 @@
 import asyncio
 import json
+import math
 import threading
 import time
 from functools import partial
@@ -34,7 +35,7 @@ from verifiers_rl.inference.expected import (
     trained_model,
 )
 from verifiers_rl.sync import nccl, weight_sync
-from verifiers_rl.sync.plan import TransferPlan, receive_buckets
+from verifiers_rl.sync.plan import DIGEST_BYTES, TransferPlan, receive_buckets
 from verifiers_rl.sync.shared_buffers import GivenUpError, SharedBuffers, shared_with_workers
 from verifiers_rl.sync.sources import (
     Source,
@@ -94,26 +95,30 @@ def shared_by(num_workers, num_buffers, buffer_bytes):
         return shared, [SharedBuffers(*address) for _ in range(num_workers)]
 
 
-async def pieces(data, size=7):
+async def pieces(data, taken, size=7):
     for start in range(0, len(data), size):
+        taken.append(start)
         yield data[start : start + size]
 
 
 def test_a_buffer_is_not_filled_again_before_the_slowest_worker_has_copied_it():
     shared, (fast, slow) = shared_by(2, 2, 16)
-    filled = []
+    filled, taken = [], []
 
     async def fill():
-        async for _ in shared.fill(pieces(push_body(bytes(64), [16] * 4)), [16] * 4):
+        async for _ in shared.fill(pieces(push_body(bytes(64), [16] * 4), taken), [16] * 4):
             filled.append(True)
 
     async def run():
         filling = asyncio.ensure_future(fill())
-        await asyncio.sleep(0.05)
-        for worker, num_filled in ((fast, 2), (fast, 2), (slow, 3)):
-            worker.receive(worker is slow, 16, 5.0)
+        for worker, num_filled in ((None, 2), (fast, 2), (fast, 2), (slow, 3)):
+            if worker is not None:
+                worker.receive(worker is slow, 16, 5.0)
+            while len(filled) < num_filled:
+                await asyncio.sleep(0.01)
+            # It looks many times, and would at once take a piece of the next bucket from the body.
             await asyncio.sleep(0.05)
-            assert len(filled) == num_filled
+            assert len(taken) == math.ceil(num_filled * (16 + DIGEST_BYTES) / 7)
         filling.cancel()
 
     asyncio.run(run())
@@ -145,6 +150,7 @@ def test_a_push_that_takes_too_long_ends_though_each_bucket_comes_in_time():
         ("auto", "gpu-0", ["gpu-1", "gpu-2"], "nccl"),
         ("auto", "gpu-0", ["gpu-0", "gpu-1"], "http"),
         ("http", "gpu-0", ["gpu-1"], "http"),
+        ("nccl", "gpu-0", ["gpu-1", "gpu-2"], "nccl"),
     ],
 )
 def test_the_backend_is_one_that_works_between_these_gpus(wanted, own, workers, chosen):
@@ -194,12 +200,36 @@ def test_memory_that_cannot_be_shared_is_told_and_http_is_next(monkeypatch, capl
 
     monkeypatch.setattr(weight_sync, "gpu_uuid", lambda device: "gpu-0")
     monkeypatch.setattr("verifiers_rl.sync.nccl.share", refuses)
-    sync, model = WeightSync(StubServer(), timeout_s=30), make_tiny_model()
-    status = sync.client.status()
-    sync.client.status = lambda: status | {"gpus": ["gpu-0"]}
+    sync, model = WeightSync(StubServer(gpus=["gpu-0"]), timeout_s=30), make_tiny_model()
     push_to(sync, model, 0)  # once: the pool makes another WeightSync for a server that was lost
     assert "not of a part of a GPU; HTTP is tried" in caplog.text
     assert sync._nccl is None and sync.client.policy_version == 0
+
+
+@pytest.mark.parametrize("wanted", ["auto", "nccl"])
+@pytest.mark.parametrize("dies", [False, True])
+def test_where_nccl_cannot_connect_http_is_next_unless_the_server_is_lost(
+    monkeypatch, caplog, wanted, dies
+):
+    def fail(transport):
+        server.is_up = not dies
+        raise nccl.NcclError("connecting took too long")
+
+    monkeypatch.setattr(weight_sync, "gpu_uuid", lambda device: "gpu-0")
+    monkeypatch.setattr(weight_sync, "NcclTransport", StubNccl)
+    monkeypatch.setattr(StubNccl, "wait_until_connected", fail)
+    server, model = StubServer(gpus=["gpu-1"]), make_tiny_model()
+    sync = WeightSync(server, wanted, timeout_s=30)
+    if wanted == "auto" and not dies:
+        push_to(sync, model, 0)
+        push_to(sync, model, 1)
+        assert sync._nccl is None and server.policy_version == 1
+        assert caplog.text.count("connecting took too long; HTTP is tried next") == 1
+    else:
+        says = "^no answer from" if dies else "took too long; weight_sync_backend='http' needs"
+        with pytest.raises(ServerLostError, match=says):
+            push_to(sync, model, 0)
+        assert not caplog.text
 
 
 REFUSED = InferenceServerError("500: RuntimeError: out of memory")

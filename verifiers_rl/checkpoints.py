@@ -17,7 +17,6 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -26,7 +25,6 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer, TrainerCallback, set_seed
 
 from verifiers_rl.config import UPLOAD, ConfigError, RLConfig
@@ -52,7 +50,13 @@ from verifiers_rl.report.run_folder import (
     write_manifest,
     write_run,
 )
-from verifiers_rl.sync.sources import check_adapter, gather_full, merged_sources, plain_name
+from verifiers_rl.sync.sources import (
+    check_adapter,
+    gather_full,
+    merged_sources,
+    plain_name,
+    without_weights,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -393,27 +397,16 @@ def save_merged(model: Any, tokenizer: Any, folder: Path, *, writes: bool) -> No
             weights[name] = tensor.to(dtype).cpu().contiguous()
     if not writes:
         return
-    plain = _plain_model(base)
+    plain = without_weights(base)
+    plain.generation_config = base.generation_config
     wanted = plain.state_dict().keys()
-    tied = set(getattr(plain, "all_tied_weights_keys", None) or {})
-    if missing := wanted - weights.keys() - tied:
+    if missing := wanted - weights.keys() - plain.all_tied_weights_keys.keys():
         raise RuntimeError(
             f"the merged model lacks {sorted(missing)[:3]}; set save_final='adapter'"
         )
     plain.save_pretrained(folder, state_dict={n: t for n, t in weights.items() if n in wanted})
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-
-
-def _plain_model(base: Any) -> Any:
-    """Return the base model without weights, and without what PEFT and FSDP2 have changed."""
-    # FSDP2 gives each module a class of its own, whose third base is the original class.
-    kind = type(base).__mro__[2] if isinstance(base, FSDPModule) else type(base)
-    with torch.device("meta"):
-        plain = kind(deepcopy(base.config))
-    if getattr(base, "generation_config", None) is not None:
-        plain.generation_config = deepcopy(base.generation_config)
-    return plain
 
 
 class SavingTrainer(Trainer):

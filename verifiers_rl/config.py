@@ -469,8 +469,9 @@ class RLConfig(TrainingArguments):
     weight sync."""
     weight_sync_backend: Literal["auto", "nccl", "http"] = "auto"
     """How weights travel: nccl (from GPU to GPU; each side has its own), or http (in the requests
-    to the server's port). auto chooses nccl where it works. On one GPU that both sides share, it
-    sends all weights through the GPU's memory, and an adapter over http."""
+    to the server's port). auto chooses nccl where each side has GPUs of its own, and http if nccl
+    cannot connect. On one GPU that both sides share, auto sends all weights through the GPU's
+    memory, and an adapter over http."""
     lora_sync: Literal["auto", "adapter", "merged"] = "auto"
     """What is sent with LoRA. adapter: the adapter alone; merged: all weights, adapter added; auto:
     merged if the server computes in float32 (where merging loses nothing and vLLM is faster without

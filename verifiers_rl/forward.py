@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.nn.attention.varlen import varlen_attn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -50,6 +51,7 @@ from verifiers_rl.logprobs import (
 from verifiers_rl.models import decoder_blocks
 from verifiers_rl.packing import Microbatch, ModelSupport, collate, copy_to
 from verifiers_rl.router_replay import replay_experts
+from verifiers_rl.sync.sources import is_split
 from verifiers_rl.types import ALLOWED_TOKENS, ROUTED_EXPERTS, Sample
 
 logger = logging.getLogger(__name__)
@@ -358,13 +360,14 @@ def inputs_of_shared_rows(
 # --- What is tried on the model before the first step ---------------------------------------------
 
 
-def try_model(model: nn.Module, base: Any, args: RLConfig) -> ModelSupport:
+def try_model(model: nn.Module, base: Any, args: RLConfig, optimizer: Any) -> ModelSupport:
     """Return what this model supports. Warn of what it does not.
 
     Args:
         model: the module to call: the causal LM, or what PEFT, DDP or DeepSpeed put around it.
         base: the causal LM itself.
         args: `share_prefixes` and `max_seq_len`; see `fit_step`.
+        optimizer: None where there is none yet.
 
     Raises:
         ConfigError: see `check_head`.
@@ -393,7 +396,7 @@ def try_model(model: nn.Module, base: Any, args: RLConfig) -> ModelSupport:
         shares_prefixes=shares_prefixes,
         hidden_size=getattr(config, "hidden_size", 1024),
         attention=attention,
-        token_budget=fit_step(model, base, args),
+        token_budget=fit_step(model, base, args, optimizer),
     )
 
 
@@ -563,7 +566,7 @@ def saved_bytes(base: Any, num_tokens: int) -> int:
     return sum(kept.values())
 
 
-def fit_step(model: nn.Module, base: Any, args: RLConfig) -> int | None:
+def fit_step(model: nn.Module, base: Any, args: RLConfig, optimizer: Any) -> int | None:
     """Return the tokens of one forward pass on a rank. Let layers be computed again in backward.
     None, and no such layers, on a CPU, for a model of FSDP2 or DeepSpeed, and for one whose layers
     are not known.
@@ -575,15 +578,16 @@ def fit_step(model: nn.Module, base: Any, args: RLConfig) -> int | None:
     of the others is free again. Rank 0 says in one line what was chosen.
 
     Args:
-        model, base: see `try_model`.
+        model, base, optimizer: see `try_model`.
         args: `token_budget` and `gradient_checkpointing`.
     """
     budget, free = args.token_budget, free_bytes(args.device)
-    is_split = hasattr(model, "zero_optimization")
-    is_split |= any(hasattr(parameter, "full_tensor") for parameter in base.parameters())
     blocks = decoder_blocks(base)
-    if free is None or is_split or not blocks:
+    if free is None or hasattr(model, "zero_optimization") or is_split(base) or not blocks:
         return None
+    # In a resumed run the optimizer has its memory already, which `STATE_BYTES` counts.
+    held = tree_leaves(getattr(optimizer, "state", ()))
+    free += sum(part.nbytes for part in held if torch.is_tensor(part))
     # Where only the head is trained, or what PEFT has around the model, a forward keeps nothing.
     of_token = max((saved_bytes(base, 128) - saved_bytes(base, 64)) / 64, 1.0)
     num_trained = sum(p.numel() for p in base.parameters() if p.requires_grad)

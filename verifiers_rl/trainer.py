@@ -349,7 +349,9 @@ class RLTrainer(SavingTrainer):
         split as for training.
         """
         with self.accelerator.autocast():  # as in each step
-            return try_model(self.model_wrapped, self._base_of(self.model), self.args)
+            return try_model(
+                self.model_wrapped, self._base_of(self.model), self.args, self.optimizer
+            )
 
     # --- Batches and weights ----------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ from verifiers_rl.cli.plan import Address, ServerPlan, assign_gpus, host_and_por
 from verifiers_rl.data import printable
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
 from verifiers_rl.inference.port import RESERVED_VARIABLE, PortError, reserve_port
-from verifiers_rl.process.interrupts import Interrupted, handle_signals
+from verifiers_rl.process.interrupts import Interrupted, handle_signals, say
 
 BACKOFF_S = 1.0  # before the first restart, doubled before each further one
 LOGS = "logs"  # in the run's folder
@@ -106,11 +106,10 @@ class Supervised:
             self.is_given_up = True
             if is_needed:
                 raise ChildError(f"{ended} and is not started again; {self._see}")
-            print(f"vf-rl: {ended} and is not started again; {self._see}", file=sys.stderr)
+            say(f"vf-rl: {ended} and is not started again; {self._see}")
             return
         delay_s = BACKOFF_S * 2.0 ** (self._num_deaths - 1)
-        # A new line: the trainer's progress bar may be in the middle of one.
-        print(f"\nvf-rl: {ended}; starting it again in {delay_s:g} s", flush=True)
+        say(f"vf-rl: {ended}; starting it again in {delay_s:g} s")
         self._start_at = time.monotonic() + delay_s
 
     @property
@@ -223,8 +222,11 @@ class ThisMachine:
         return self._logs / f"{plan.name}.log"
 
     def start_server(self, plan: ServerPlan) -> Child:
-        env = {**plan.env, "CUDA_VISIBLE_DEVICES": self.gpus[plan.name]}
-        env[RESERVED_VARIABLE] = str(plan.port)
+        env = {
+            **plan.env,
+            "CUDA_VISIBLE_DEVICES": self.gpus[plan.name],
+            RESERVED_VARIABLE: str(plan.port),
+        }
         address = plan.host, plan.port
         return LocalChild(plan.name, plan.command(*address), env, self._log(plan), address=address)
 
@@ -288,10 +290,9 @@ def supervise(config: RunConfig, plans: Sequence[ServerPlan], launcher: Launcher
         print(f"vf-rl: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # Ray, while it waits, raises one without a number in place of ours
-        print(
-            f"\nvf-rl: {Interrupted(signals[0])}: ending the run, which saves what it has (up to "
-            f"{SAVE_GRACE_S:g} s), and the servers; Ctrl-C ends all at once",
-            flush=True,
+        say(
+            f"vf-rl: {Interrupted(signals[0])}: ending the run, which saves what it has (up to "
+            f"{SAVE_GRACE_S:g} s), and the servers; Ctrl-C ends all at once"
         )
         return 128 + signals[0]
     finally:

@@ -122,12 +122,23 @@ def limit_requests(config: Any) -> None:
     os.environ.setdefault("VLLM_MAX_N_SEQUENCES", str(config.scheduler_config.max_num_seqs))
 
 
+def num_workers(args: Any) -> int:
+    return args.tensor_parallel_size * args.pipeline_parallel_size * args.data_parallel_size
+
+
 def error_of_flags(args: Any) -> str | None:
     """Return what is wrong with these flags whatever the model is, or None."""
     if args.logprobs_mode != "processed_logprobs":
         return (
             f"--logprobs-mode {args.logprobs_mode}: training needs processed_logprobs, "
             "the ones tokens were sampled with"
+        )
+    # When one of several workers cannot wake, vLLM takes the others' answers for those of its next
+    # call. The trainer makes room on the GPU of its rank 0 only.
+    if args.enable_sleep_mode and num_workers(args) > 1:
+        return (
+            "--enable-sleep-mode: not with several workers (--tensor-, --pipeline- and "
+            "--data-parallel-size); leave it out, or these"
         )
     allowed = {"api_server_count": 1, "data_parallel_size_local": args.data_parallel_size}
     for name in OTHER_PROCESSES:
@@ -149,8 +160,7 @@ def fit_to_cpu(args: Any) -> str | None:
         args.worker_cls, args.scheduler_cls = ROUTING_WORKER, ROUTING_SCHEDULER
         # vLLM refuses its own flag here; its connector keeps rows by the hashes of prefixes.
         args.enable_return_routed_experts, args.enable_prefix_caching = False, True
-    num_workers = args.tensor_parallel_size * args.pipeline_parallel_size
-    cores = server_cores(list(os.sched_getaffinity(0)), num_workers * args.data_parallel_size)
+    cores = server_cores(list(os.sched_getaffinity(0)), num_workers(args))
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
     # In GiB. By default vLLM takes a large share of the memory.
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")

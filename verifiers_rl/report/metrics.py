@@ -301,11 +301,17 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the `PEAK_FLOPS` of a GPU, by the name that torch gives it; None if not known."""
-    matches = (
-        flops for name, flops in PEAK_FLOPS.items() if re.search(rf"\b{name}\b", device_name)
+    """Return the `PEAK_FLOPS` of a GPU, by the name that torch gives it; None if not known,
+    and for a part of a GPU (MIG).
+    """
+    return next(
+        (
+            flops
+            for name, flops in PEAK_FLOPS.items()
+            if re.search(rf"\b{name}\b(?!.* MIG )", device_name)
+        ),
+        None,
     )
-    return next(matches, None)
 
 
 def model_flops(model: nn.Module, num_tokens: int, num_loss_tokens: int) -> int:

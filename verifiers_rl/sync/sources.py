@@ -240,6 +240,14 @@ def _merge(module: Any, adapted: Source) -> Tensor:
     return add(weight, b, a, alpha=module.scaling["default"])
 
 
+def without_weights(model: Any) -> Any:
+    """Return an empty model of this one's config, without what PEFT and FSDP2 have changed."""
+    # FSDP2 gives each module a class of its own, whose third base is the original class.
+    kind = type(model).__mro__[2] if isinstance(model, FSDPModule) else type(model)
+    with torch.device("meta"):
+        return kind(deepcopy(model.config))
+
+
 def in_checkpoint_form(model: Any, sources: dict[str, Source]) -> dict[str, Source]:
     """Return the sources under the names and in the parts of a checkpoint, as vLLM loads them.
 
@@ -250,11 +258,8 @@ def in_checkpoint_form(model: Any, sources: dict[str, Source]) -> dict[str, Sour
     if not isinstance(model, PreTrainedModel):
         return sources
     if isinstance(model, FSDPModule):
-        # transformers looks conversions up by the model's class, and FSDP2 has replaced it. The MRO
-        # has FSDP2's class, then FSDPModule, then the original class. An empty model of the
-        # original class is used for the look-up.
-        with torch.device("meta"):
-            model = type(model).__mro__[2](deepcopy(model.config))
+        # transformers looks conversions up by the model's class, and FSDP2 has replaced it.
+        model = without_weights(model)
     # The default conversions, not those that loading a checkpoint with other names left on the
     # model: the model that the server compares with (expected.py) has the default ones.
     conversions = [

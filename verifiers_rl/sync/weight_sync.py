@@ -163,18 +163,22 @@ class WeightSync:
             InferenceServerError: another trainer has the server, or it cannot take these weights.
                 The message says why and what to change.
         """
-        if self.connection is not None and self._hold is not None and not self._hold.has_reply():
+        if self.connection and self._hold and not self._hold.has_reply():
             return
         with self._connecting:
             self.close()  # something between us and the server may have cut what held it
             try:
                 self._connect(model, sources, adapter)
             except ServerLostError as error:
-                nccl = self._nccl  # None: another thread has given all of this up
-                if nccl is None or nccl.way != "CUDA IPC":
+                if self._nccl is None:  # HTTP, or another thread has given all of this up
                     raise
-                # Some memory cannot be shared, as of a part of a GPU.
-                logger.warning("%s; HTTP is tried next", error)
+                self.client.status()  # raises its error, if it is the server that is lost
+                if self.backend == "nccl":
+                    raise ServerLostError(
+                        f"{error}; weight_sync_backend='http' needs the server's port only"
+                    ) from error
+                # A part of a GPU shares no memory, and a firewall lets no NCCL through.
+                logger.warning("%s; HTTP is tried next (weight_sync_backend)", error)
                 self.close()
                 self.backend = "http"
                 self._connect(model, sources, adapter)
@@ -306,11 +310,11 @@ class WeightSync:
         unfinished: the server hears of it. The next push connects again.
         """
         nccl, self._nccl, self.connection = self._nccl, None, None
-        if self._request is not None:
+        if self._request:
             self._request.give_up()
-        if self._hold is not None:
+        if self._hold:
             self._hold.close()
-        if nccl is not None:
+        if nccl:
             nccl.abandon()
 
 
