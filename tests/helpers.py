@@ -345,6 +345,7 @@ class StubServer:
             "served_model_name": "base",
             "joined": self.joined,
             "sleeps": self.sleeps,
+            "max_model_len": 2**20,
         }
 
     def post(self, path, fields=None, timeout_s=30.0, num_bytes=0):

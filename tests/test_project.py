@@ -273,8 +273,8 @@ def test_text_files_are_utf8_whatever_the_locale():
 
 # Each number may only be lowered. Who needs a larger one finds something to take away first.
 LARGEST = {
-    "library without view, code tokens": 131_159,
-    "reached from trainer.py, code tokens": 74_506,
+    "library without view, code tokens": 130_812,
+    "reached from trainer.py, code tokens": 74_329,
     "modules reached from trainer.py": 58,
     "options of RLConfig itself": 68,
     "places that change a library from inside": 4,

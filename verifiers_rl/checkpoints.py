@@ -283,7 +283,7 @@ class Checkpoints(TrainerCallback):
         state = self._trainer.state
         best = self._folder / f"checkpoint-{state.best_global_step}"
         if state.best_global_step and (
-            best.is_dir() or state.best_global_step == self._trainer.state.global_step
+            best.is_dir() or state.best_global_step == state.global_step
         ):
             state.best_model_checkpoint = str(best)
 

@@ -510,9 +510,8 @@ class RLTrainer(SavingTrainer):
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Do as Trainer, but complete or not at all, after the evaluation of earlier weights."""
-        if self.args.eval_strategy != "no":
-            self._on_rank_0(self.evaluations.end)
-            self.evaluations.log_ended()
+        self._on_rank_0(self.evaluations.end)
+        self.evaluations.log_ended()
         self.checkpoints.save(partial(super()._save_checkpoint, *args, **kwargs))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

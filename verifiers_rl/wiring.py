@@ -240,24 +240,24 @@ def check_options(url: str, status: dict[str, Any], args: Any) -> None:
     Raises:
         InferenceServerError: the run needs it.
     """
-    if args.router_replay and not status.get("returns_experts"):
+    if args.router_replay and not status["returns_experts"]:
         raise InferenceServerError(
             f"router_replay=True: the server at {url} returns no experts; start vf-vllm with "
             "--enable-return-routed-experts"
         )
-    if (longest := status.get("max_model_len", args.max_seq_len)) < args.max_seq_len:
+    if (longest := status["max_model_len"]) < args.max_seq_len:
         raise InferenceServerError(
             f"max_seq_len={args.max_seq_len}: the server at {url} has max_model_len={longest}; "
             f"start it with --max-model-len {args.max_seq_len}, or set max_seq_len={longest}"
         )
     if not args.deterministic:
         return
-    if not status.get("takes_seeds", True):
+    if not status["takes_seeds"]:
         raise InferenceServerError(
             f"deterministic=True: the server at {url} runs on a CPU, where vLLM's engine dies of a "
             "seed if a prompt is prefilled in parts; start vf-vllm with --no-enable-chunked-prefill"
         )
-    if not status.get("batch_invariant"):
+    if not status["batch_invariant"]:
         logger.warning(
             "deterministic=True: the last bits of the server's logits depend on the requests that "
             "run beside, so a token may differ now and then. On GPUs, start vf-vllm with "
