@@ -57,6 +57,8 @@ def test_a_runner_of_ones_own_is_run_as_it_is(capsys):
     mix = [WeightedEnv(own, "mine", 3.0), WeightedEnv(several, "other")]
     mixed = make_runner(mix, "http://unused", None, args)
     assert (mixed.weights, mixed.sizes("train")) == ([3.0, 0.25, 0.75], [10, 2, 5])
+    limited = make_runner([WeightedEnv(own, "mine", eval_examples=3)], "http://unused", None, args)
+    assert (limited.sizes("train"), limited.sizes("eval")) == ([10], [3])
     with pytest.raises(
         InvalidEnvironmentError, match=r"'other': eval_examples is for one .* has 2"
     ):

@@ -21,7 +21,7 @@ from aiohttp import web
 
 from tests.helpers import load_example, make_request, values_of
 from tests.serving import chat_reply, serving
-from verifiers_rl import RLConfig, WeightedEnv
+from verifiers_rl import RLConfig, WeightedEnv, env_from
 from verifiers_rl.advantages import center_on_group_mean, of_rewards, set_advantages
 from verifiers_rl.data import GroupFilter
 from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
@@ -456,12 +456,19 @@ def test_an_agent_that_is_trained_samples_at_the_trainers_temperature(play):
     assert "'agent' samples at temperature=0.2, and the trainer" in str(rollout.error)
 
 
-def test_a_template_gets_the_agents_arguments(play, tokenizer):
+def test_a_template_gets_the_arguments_of_the_run_and_of_the_agent(play, tokenizer):
     with_prefix = copy.deepcopy(tokenizer)
     with_prefix.chat_template = "{{- prefix or '' -}}" + tokenizer.chat_template
     env = load(agent={"sampling": {"chat_template_kwargs": {"prefix": "hello"}}})
-    _, ((body, _),) = play(env=env, with_tokenizer=with_prefix)
-    assert tokenizer.decode(body["tokens"]).startswith("hello<|user|>")
+    of_run = {"chat_template_kwargs": {"prefix": "hi"}}
+    for options, prefix in (
+        ({"env": env}, "hello"),
+        (of_run, "hi"),
+        (of_run | {"env": env_from(["q"], lambda completion: 1.0)}, "hi"),
+        (of_run | {"env": env}, "hello"),
+    ):
+        _, ((body, _),) = play(with_tokenizer=with_prefix, **options)
+        assert tokenizer.decode(body["tokens"]).startswith(f"{prefix}<|user|>")
     # With the prefix, a prompt that had room at the start has none.
     limits = {"max_seq_len": 16, "max_tokens": 5}
     (failed,), _ = play(env=env, with_tokenizer=with_prefix, fails=True, **limits)

@@ -591,6 +591,13 @@ def test_a_resumed_run_says_which_changed_options_do_not_reach_its_optimizer(mak
     assert [text.split(":")[0] for text in said] == ["learning_rate=0.5", "adam_beta2=0.95"]
 
 
+def test_the_rate_rises_over_the_steps_of_the_warmup_and_stays(make_trainer):
+    trainer = make_trainer(max_steps=5, learning_rate=1e-3, warmup_steps=2)
+    trainer.train()
+    rates = logged(trainer, "learning_rate")
+    assert rates[0] < rates[1] < rates[2] == rates[3] == rates[4] == 1e-3
+
+
 # --- Evaluations ----------------------------------------------------------------------------------
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
