@@ -125,8 +125,10 @@ def as_on_another_machine(name: str) -> dict[str, str]:
     """Return the variables with which NCCL takes a process for one of a machine of this name.
 
     It refuses two ranks on one GPU only where their machine is the same. (`NCCL_HOSTID` in its
-    documentation.) Then weights travel over sockets.
+    documentation.) Then weights travel over sockets. None where each rank has a GPU.
     """
+    if torch.cuda.device_count() > 1:
+        return {}
     return {"NCCL_HOSTID": name, "NCCL_SOCKET_IFNAME": "lo"}
 
 
@@ -145,7 +147,7 @@ def running_server(
     env = {}
     if options.nccl:
         number = min(1, torch.cuda.device_count() - 1)
-        env = as_on_another_machine("server") | {"CUDA_VISIBLE_DEVICES": gpu(number)}
+        env = {"CUDA_VISIBLE_DEVICES": gpu(number)} | as_on_another_machine("server")
     server = LocalChild("inference", command, env, log)
     try:
         deadline = time.monotonic() + TIMEOUT_S

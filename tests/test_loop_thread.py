@@ -6,7 +6,7 @@ import gc
 import pytest
 
 from tests.helpers import run_python
-from verifiers_rl.process.loop_thread import contain_tasks
+from verifiers_rl.process.loop_thread import contain_tasks, gather_or_cancel
 
 
 @pytest.fixture
@@ -83,3 +83,25 @@ def test_a_task_that_cancels_itself_is_not_warned_of(run, caplog):
 
     run(forget_it())
     assert not caplog.records
+
+
+def test_what_is_cancelled_together_ends_each_in_its_own_time():
+    ended = []
+
+    async def work(seconds):
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(seconds)  # as an environment that cleans up
+            ended.append(seconds)
+
+    async def run():
+        together = asyncio.create_task(gather_or_cancel([work(0.0), work(0.2)]))
+        await asyncio.sleep(0)  # it begins
+        await asyncio.sleep(0)  # and so do they
+        together.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await together
+
+    asyncio.run(run())
+    assert ended == [0.0, 0.2]

@@ -51,7 +51,7 @@ def checked(loss_fn: LossFn, trainer: Any) -> LossFn:
     """
     tries_left = NUM_TRIES
 
-    @wraps(loss_fn)  # with its needs and its terms
+    @wraps(loss_fn)  # with its needs
     def checking(inputs: LossInputs) -> LossOutputs:
         nonlocal tries_left
         outputs = loss_fn(inputs)

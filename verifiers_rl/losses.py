@@ -111,7 +111,7 @@ def needs_of(loss_fn: Any) -> frozenset[Need]:
 
 
 def add_terms(loss_fn: LossFn, *terms: LossFn) -> LossFn:
-    """Return the loss plus these terms, with the metrics of all. The result has them as `terms`.
+    """Return the loss plus these terms, with the metrics of all.
 
     Raises (when called):
         TypeError, ValueError: one of them does not keep the contract of a loss.
@@ -136,7 +136,6 @@ def add_terms(loss_fn: LossFn, *terms: LossFn) -> LossFn:
     what = frozenset[Need]().union(*every)
     if not all("nonzero_advantages" in own for own in every):
         what -= {"nonzero_advantages"}  # where one of them has a gradient, the sum has
-    total.terms = terms  # type: ignore[attr-defined]
     return needs(*what)(total)
 
 

@@ -86,12 +86,13 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> li
     """
     tasks = [*map(asyncio.create_task, coroutines)]
     try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
+        return await asyncio.gather(*tasks)  # which passes on once that it is cancelled
+    except Exception:
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks, timeout=STOP_DEADLINE_S)
         raise
+    finally:
+        await asyncio.wait(tasks, timeout=STOP_DEADLINE_S)
 
 
 async def call_on_thread(function: Callable[[], Any]) -> Any:
