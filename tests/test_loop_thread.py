@@ -105,3 +105,4 @@ def test_what_is_cancelled_together_ends_each_in_its_own_time():
 
     asyncio.run(run())
     assert ended == [0.0, 0.2]
+    assert asyncio.run(gather_or_cancel([])) == []

@@ -259,7 +259,7 @@ class Checkpoints(TrainerCallback):
             if args.local_process_index == 0 and folder.is_dir():
                 sync_tree(folder)
         except (OSError, SafetensorError, RuntimeError) as error:
-            # So a full disk is called. Others, such as a GPU's memory, are what they are.
+            # This is how they name a full disk. Others, such as a GPU's memory, are what they are.
             if isinstance(error, RuntimeError) and "inline_container" not in str(error):
                 raise
             raise WritingError(f"{folder} cannot be written: {error}; make room there") from error

@@ -92,7 +92,8 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> li
             task.cancel()
         raise
     finally:
-        await asyncio.wait(tasks, timeout=STOP_DEADLINE_S)
+        if tasks:
+            await asyncio.wait(tasks, timeout=STOP_DEADLINE_S)
 
 
 async def call_on_thread(function: Callable[[], Any]) -> Any:
