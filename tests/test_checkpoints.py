@@ -292,6 +292,19 @@ def test_the_last_and_the_best_checkpoints_stay_and_are_found_in_a_folder_that_w
         assert torch.equal(saved["lm_head.weight"], weight)
 
 
+def test_a_best_checkpoint_that_is_damaged_is_not_loaded(make_run, folder):
+    def flip(state):
+        if state.global_step == 6:
+            weights = folder / "checkpoint-2" / "model.safetensors"
+            content = bytearray(weights.read_bytes())
+            content[-1] ^= 1
+            weights.write_bytes(content)
+
+    trainer = make_run(source=counted_rewards(2), callbacks=[on("on_step_end", flip)], **BEST)
+    with pytest.raises(RunFolderError, match=r"-2 is damaged: the content of model.safetensors"):
+        trainer.train()
+
+
 def test_best_weights_are_not_saved_as_those_of_the_last_step(make_run, folder):
     class Sink(StubSink):
         def push(self, model, version):

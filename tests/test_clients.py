@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from tests.serving import chat_reply, serving
+from verifiers_rl.inference import rollout_client
 from verifiers_rl.inference.client import (
     TOKEN_VARIABLE,
     InferenceClient,
@@ -112,7 +113,7 @@ def test_a_connection_for_rollouts_is_kept_alive_and_found_dead_by_tcp():
     asyncio.run(with_client(Outcomes(200).answer, use))
 
 
-@pytest.mark.parametrize("outcomes", [("lost", 200), (500, 200), (429, 502, 200), (503, 200)])
+@pytest.mark.parametrize("outcomes", [("lost", 500, 200), (429, 502, 200), (408, 520, 200)])
 def test_a_lost_connection_an_error_or_a_busy_server_is_tried_again(monkeypatch, outcomes):
     monkeypatch.delenv(TOKEN_VARIABLE)
     monkeypatch.setenv("VLLM_API_KEY", "secret")
@@ -134,8 +135,9 @@ def test_a_lost_connection_an_error_or_a_busy_server_is_tried_again(monkeypatch,
     ],
 )
 def test_what_does_not_pass_is_an_error_of_openai_with_the_servers_reason(
-    outcome, timeout_s, error, num_tries
+    monkeypatch, outcome, timeout_s, error, num_tries
 ):
+    monkeypatch.setattr(rollout_client, "FAULT_S", 1.0)
     handler = Outcomes(outcome)
     with pytest.raises(error) as caught:
         handler.post(timeout_s)

@@ -145,6 +145,10 @@ def test_no_text_of_a_model_ends_a_run_or_commands_the_terminal(monkeypatch, enc
     error = ValueError(f"the reply was {COMMANDS}")
     error.__cause__ = error  # as `raise error from error` sets it
     assert describe_error(error) == "ValueError: the reply was ]0;title[2J2J"
+    assert describe_error(KeyError("a" * 10**6 + "\u202e")).startswith("KeyError: 'aaa")
+    assert len(describe_error(ValueError("a\u202e" * 10**6))) < 2100
+    mute = type("MuteError", (Exception,), {"__str__": lambda error: 1 / 0})
+    assert describe_error(mute()) == "MuteError"
 
 
 def test_a_terminal_that_is_gone_does_not_end_a_run(make, tmp_path, monkeypatch, caplog):

@@ -11,6 +11,7 @@ from verifiers_rl.report.run_folder import (
     closing_lines,
     newest_checkpoint,
     prepare_run_folder,
+    read_run,
     write_manifest,
     write_run,
 )
@@ -63,7 +64,9 @@ def test_a_folder_with_a_run_is_refused_unless_it_is_resumed_or_overwritten(writ
 
 def test_the_newest_checkpoint_is_resumed_and_one_that_is_not_whole_is_named(tmp_path):
     assert newest_checkpoint(tmp_path / "none") is None
-    (tmp_path / "run.json").write_text('{"status": ')  # of a disk that lost power
+    for damage in (b'{"status": ', b"[1]", b"\xff{}", b"[" * 10**5):
+        (tmp_path / "run.json").write_bytes(damage)
+        assert read_run(tmp_path) == {}
     save(tmp_path, 5)
     ten = save(tmp_path, 10)
     assert newest_checkpoint(tmp_path) == prepare(tmp_path, True, max_steps=11) == ten

@@ -804,9 +804,22 @@ def test_lora_options_reach_the_adapter_and_a_peft_config_replaces_them(make_tra
     ],
 )
 def test_an_adapter_that_unties_embedding_and_head_is_refused(make_trainer, options):
-    with pytest.raises(ConfigError, match="this model uses one weight for both"):
+    with pytest.raises(
+        ConfigError, match="the adapter changes a weight that this model uses twice"
+    ):
         make_trainer(make_tiny_model(tie_word_embeddings=True), use_lora=True, **options)
     make_trainer(make_tiny_model(), use_lora=True, **options)
+
+
+def test_an_adapter_that_unties_two_layers_is_refused(make_trainer):
+    def make(target):
+        first, second = (model := make_tiny_model()).model.layers
+        second.mlp.down_proj.weight = first.mlp.down_proj.weight  # as in blocks of Zamba2
+        return make_trainer(model, use_lora=True, lora_target_modules=[target])
+
+    with pytest.raises(ConfigError, match="a weight that this model uses twice"):
+        make("down_proj")
+    make("q_proj")
 
 
 def test_what_is_trained_has_float32_masters(make_trainer, tmp_path):

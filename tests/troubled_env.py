@@ -3,6 +3,8 @@ verifiers nor a server, so that its workers start at once.
 """
 
 import asyncio
+import contextlib
+import io
 import os
 import signal
 import sys
@@ -124,7 +126,9 @@ class Runner:
                     os._exit(0)
             case "block":
                 (self.folder / "blocked").write_text(str(os.getpid()))
-                block_the_loop()
+                with contextlib.redirect_stderr(io.StringIO()):  # as around a program of a model
+                    await asyncio.sleep(0.5)
+                    block_the_loop()
             case "sleep":
                 await asyncio.sleep(0.2)
             case "wait":

@@ -172,7 +172,12 @@ class GroupFilter:
         )
 
 
-_CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+# With those that turn the direction of the text behind them.
+_CONTROLS = {*range(32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)}
+_REMOVED = dict.fromkeys(_CONTROLS - {*map(ord, "\n\t")})
+
+
+MAX_MESSAGE = 2000  # characters of an error's own text that are shown
 
 
 def printable(text: str) -> str:
@@ -180,7 +185,7 @@ def printable(text: str) -> str:
     terminal, set its title or write over other lines. Line breaks and tabs stay. Half a surrogate
     pair, which has no form in UTF-8, becomes `?`.
     """
-    return text.translate(_CONTROLS).encode(errors="replace").decode()
+    return text.translate(_REMOVED).encode(errors="replace").decode()
 
 
 def describe_error(error: BaseException) -> str:
@@ -188,5 +193,12 @@ def describe_error(error: BaseException) -> str:
     links = [error]
     while (cause := links[-1].__cause__) is not None and cause not in links:  # `raise e from e`
         links.append(cause)
-    parts = (f"{type(one).__name__}: {one}".removesuffix(": ").splitlines()[0] for one in links)
-    return printable(" <- ".join(parts))
+    return printable(" <- ".join(map(_in_one_line, links)))
+
+
+def _in_one_line(error: BaseException) -> str:
+    try:
+        text = str(error)[:MAX_MESSAGE]
+    except Exception:  # its class has a __str__ of its own, which fails
+        text = ""
+    return f"{type(error).__name__}: {text}".removesuffix(": ").splitlines()[0]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -290,11 +291,17 @@ def switch_off_dropout(model: nn.Module) -> None:
 
 
 def _unties(model: Any) -> bool:
-    """Return whether an adapter changes the embedding or the head of a model that ties them."""
-    if not getattr(model.config.get_text_config(), "tie_word_embeddings", False):
-        return False
-    ends = nn.ModuleList([model.get_input_embeddings(), model.get_output_embeddings()])
-    return any("lora_" in name or "modules_to_save" in name for name, _ in ends.named_parameters())
+    """Return whether an adapter changes a weight that layers of the model share: each use of it
+    would have a change of its own.
+    """
+    uses = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
+    adapted = [
+        before
+        for module in model.modules()
+        for name in ("base_layer", "original_module")
+        if (before := getattr(module, name, None)) is not None
+    ]
+    return any(uses[id(one)] > 1 for before in adapted for one in before.parameters())
 
 
 def check_policy(model: Any, args: RLConfig, needs: Collection[str] = ()) -> None:
@@ -311,9 +318,9 @@ def check_policy(model: Any, args: RLConfig, needs: Collection[str] = ()) -> Non
         )
     if hasattr(model, "peft_config") and _unties(model):
         raise ConfigError(
-            "the adapter changes the embedding or the head, and this model uses one weight for "
-            "both, as do the server and a saved model: leave them out of lora_target_modules and "
-            "lora_modules_to_save, or set use_lora=False"
+            "the adapter changes a weight that this model uses twice, such as for its embedding "
+            "and its head, as do the server and a saved model: leave it out of "
+            "lora_target_modules and lora_modules_to_save, or set use_lora=False"
         )
     if "reference_logprobs" in needs and hasattr(model, "peft_config"):
         check_reference(model.peft_config["default"])

@@ -70,13 +70,18 @@ def must(text: str, holds: Callable[[Any], bool]) -> AfterValidator:
 
 
 def can_be_path(value: str) -> bool:
-    """Return whether the system can have a file or folder of this name. Raises UnicodeEncodeError,
-    a ValueError, for half a surrogate pair.
+    """Return whether the system can have a file or folder of this name, where `~` is a home. Raises
+    UnicodeEncodeError, a ValueError, for half a surrogate pair.
     """
-    return "\0" not in value and all(len(name) <= 255 for name in os.fsencode(value).split(b"/"))
+    path = os.fsencode(os.path.expanduser(value))
+    if path.startswith(b"~") or b"\0" in path or len(path) > 4000:  # the run's own are longer
+        return False
+    return all(len(name) <= 255 for name in path.split(b"/"))
 
 
-PATH_RULE = "have no NUL, and no name of more than 255 bytes"
+PATH_RULE = (
+    "have no NUL, no name of more than 255 bytes, not 4,000 in all, and no ~ of an unknown user"
+)
 
 
 def _server_url(value: str) -> str:

@@ -71,7 +71,8 @@ def main(name: str = "vf-train", kind: type[TrainConfig] = RunConfig) -> None:
         if request := os.environ.pop(REQUEST_VARIABLE, None):
             parent.ask_for_server = partial(ask_for_server, Path(request))
             del sys.argv[0]
-            sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+            sys.argv[0] = os.path.abspath(sys.argv[0])  # the script may change the folder
+            sys.path[0] = os.path.dirname(sys.argv[0])
             runpy.run_path(sys.argv[0], run_name="__main__")
         else:
             train(name, kind)

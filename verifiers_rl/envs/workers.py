@@ -37,7 +37,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import traceback
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -538,7 +537,7 @@ def start_process(
     # A script may have put something else into sys.path or sys.argv, such as a Path.
     text = json.dumps(setup, default=str).encode()
     connection, theirs = socket.socketpair()
-    with theirs, tempfile.TemporaryFile() as file:
+    with theirs, open(os.memfd_create("setup"), "w+b") as file:  # the disk may be full
         file.write(text)
         file.seek(0)
         words = [str(theirs.fileno()), str(os.getpid()), str(verifiers_rl.__file__)]
@@ -726,7 +725,7 @@ async def _say_alive(send: Callable[..., None], alive_s: float, blocked_s: float
     try:
         while True:
             # A little earlier, so that they are there when the trainer's process reports.
-            faulthandler.dump_traceback_later(0.9 * blocked_s)
+            faulthandler.dump_traceback_later(0.9 * blocked_s, file=2)  # whatever sys.stderr is
             await asyncio.sleep(alive_s)
             send()
     finally:

@@ -31,8 +31,9 @@ from verifiers_rl.inference.packed_tokens import (
 )
 from verifiers_rl.inference.session import RolloutSession, SessionLostError
 
-BUSY = (429, 502, 503, 504)  # the server, or a proxy before it, cannot answer now
+BUSY = (408, 425, 429)  # and those above 500: the server, or a proxy before it, cannot answer now
 LONGEST_PAUSE_S = 30.0  # between two attempts then
+FAULT_S = 8.0  # so long a lost connection or a status of 500 is taken for a passing fault
 CONNECT_S = 60.0  # deadline of a connection
 # A request ends so long after the deadline of its rollout, which comes first. It may be in another
 # task: verifiers' endpoint sends it for a program.
@@ -245,25 +246,24 @@ class ServerClient(AsyncOpenAI):
                     reply.set_result(None)
 
     async def _ask(self, url: str, data: str, headers: dict[str, str]) -> httpx.Response:
-        """Send a request and return the reply. After a lost connection or a status of 500, send it
-        once again; while the server or a proxy says that it is busy, again and again.
+        """Send a request and return the reply. While the server or a proxy says that it is busy,
+        send it again and again; for `FAULT_S` also after a lost connection or a status of 500.
         """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._left_s
-        pause_s, has_failed = 0.5, False
+        now = asyncio.get_running_loop().time
+        deadline, fault_deadline = now() + self._left_s, now() + min(self._left_s, FAULT_S)
+        pause_s = 0.5
         while True:
             try:
-                response = await self._send(url, data, headers, max(deadline - loop.time(), 1e-3))
-                if response.status_code in BUSY and loop.time() + pause_s < deadline:
-                    await asyncio.sleep(pause_s)  # there is nothing to await
-                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-                    continue
-                if has_failed or response.status_code != 500:
+                response = await self._send(url, data, headers, max(deadline - now(), 1e-3))
+                passes = response.status_code < 500 and response.status_code not in BUSY
+                ends = fault_deadline if response.status_code == 500 else deadline
+                if passes or now() + pause_s >= ends:
                     return response
             except aiohttp.ClientError as error:
-                if has_failed or isinstance(error, TimeoutError):
+                if isinstance(error, TimeoutError) or now() + pause_s >= fault_deadline:
                     raise
-            has_failed = True
+            await asyncio.sleep(pause_s)  # there is nothing to await
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _send(
         self, url: str, data: str, headers: dict[str, str], timeout_s: float

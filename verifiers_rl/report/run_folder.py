@@ -259,7 +259,7 @@ def read_metrics(source: Path) -> list[dict[str, Any]]:
     """Return the rows of a metrics.jsonl, without lines that a killed process left unfinished."""
     rows = []
     for line in source.read_text("utf-8", "replace").splitlines():
-        with suppress(json.JSONDecodeError):
+        with suppress(ValueError, RecursionError):
             rows.append(json.loads(line))
     return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
 
@@ -302,7 +302,8 @@ def summary(source: Path) -> str:
         is_count = name.removeprefix("eval_").rpartition("/")[2] in counts
         if name != learned and (is_count or not name.startswith("eval_")):
             continue
-        found = [row for row in rows if row.get(name) is not None]  # None: it was not finite
+        # None: it was not finite.
+        found = [row for row in rows if isinstance(row.get(name), int | float)]
         ends = [f"{short(row[name])} (step {row['step']})" for row in (*found[:1], *found[1:][-1:])]
         lines += [f"{name}: {' -> '.join(ends)}"] if ends else []
     return "\n".join(lines)
@@ -352,7 +353,7 @@ def _damage_of(checkpoint: Path, reads_all: bool) -> list[str]:
     try:
         rows = json.loads(manifest.read_text("utf-8"))
         files = {name: (size, sum_) for name, (size, sum_) in rows.items()}
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         return [f"{MANIFEST} cannot be read"]
     damage = []
     for name, (size, checksum) in files.items():
@@ -370,11 +371,11 @@ def _damage_of(checkpoint: Path, reads_all: bool) -> list[str]:
 
 
 def read_run(folder: str | Path) -> dict[str, Any]:
-    """Return run.json of a run; {} if there is none, or if a disk that lost power has cut it."""
-    path = Path(folder) / RUN
-    with suppress(json.JSONDecodeError):
-        return json.loads(path.read_text("utf-8")) if path.is_file() else {}
-    return {}
+    """Return run.json of a run; {} if there is none, or if it is damaged."""
+    path, run = Path(folder) / RUN, None
+    with suppress(ValueError, RecursionError):
+        run = json.loads(path.read_text("utf-8")) if path.is_file() else None
+    return run if isinstance(run, dict) else {}
 
 
 def write_run(folder: Path, changes: Mapping[str, Any]) -> None:

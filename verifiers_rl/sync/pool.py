@@ -39,9 +39,10 @@ POLL_S = 2.0  # between two looks at a replica
 # Before a lost connection is made anew. What has broken it, a proxy perhaps, may need seconds.
 PAUSE_S = 5.0
 # Pushes of each connection after which both sides are compared. The first one shows whether the
-# server has the trainer's model. An adapter changes nothing before the first step, so only the
-# next push shows whether the server applies it as the trainer does.
-NUM_COMPARED = 2
+# server has the trainer's model. An adapter changes nothing before the first step, nor in it where
+# a warmup begins at a learning rate of 0, so only the third one shows whether the server applies it
+# as the trainer does.
+NUM_COMPARED = 3
 
 
 class Replica:
@@ -85,7 +86,7 @@ class ServerPool:
             run needs. Called when it is found.
         check_agreement: compares the logprobs of trainer and server: takes the model, the server's
             client and the model's name there. Raises InferenceServerError if they differ. Called
-            after each of the first two pushes over a connection, before the server serves them.
+            after each of the first three pushes over a connection, before the server serves them.
         lora_sync: see `RLConfig`; "auto" is decided by the first server that answers.
         timeout_s: how long to wait for servers, at the start and when all are lost.
 

@@ -36,6 +36,7 @@ class Source(NamedTuple):
 _NOT_PLAIN = (
     *("use_dora", "lora_bias", "kasa_config", "alora_invocation_tokens"),
     *("use_qalora", "use_bdlora", "arrow_config", "monteclora_config"),
+    *("trainable_token_indices", "layer_replication"),
 )
 # Values of LoraConfig.init_lora_weights that leave the base weights as they are. Any other value,
 # also one of a later PEFT, may move a part of the base weights into the adapter.
