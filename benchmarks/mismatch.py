@@ -147,9 +147,11 @@ def run(chosen: list[Setting], folder: Path, num_rollouts: int) -> Iterator[list
         if not model.exists():
             write_model(setting.model, model)
         log = folder / "server.log"
-        with running_server(
-            model, log, "--max-num-seqs", "256", *setting.flags, dtype=setting.dtype
-        ) as server:
+        module = "verifiers_rl.inference.server"
+        if setting.flags == EXPERTS:
+            module = "tests.experts_on_cpu"
+        flags = ("--max-num-seqs", "256", *setting.flags)
+        with running_server(model, log, *flags, dtype=setting.dtype, module=module) as server:
             for step in setting.steps:
                 figures = first_step(model, folder / "run", server.port, step, num_rollouts)
                 yield [

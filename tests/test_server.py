@@ -48,6 +48,7 @@ from verifiers_rl.inference.port import (
 )
 from verifiers_rl.inference.server import (
     error_of_flags,
+    fit_to_cpu,
     generation_keys,
     limit_requests,
     make_parser,
@@ -782,6 +783,11 @@ def test_flags_that_training_cannot_have_are_refused(flags, message):
     plain = {"logprobs_mode": "processed_logprobs", "enable_sleep_mode": False}
     found = error_of_flags(SimpleNamespace(**sizes | plain | flags))
     assert found is None if message is None else found.startswith(message)
+
+
+def test_without_a_gpu_no_server_is_started_that_is_to_return_experts():
+    found = fit_to_cpu(SimpleNamespace(enable_return_routed_experts=True))
+    assert found.startswith("--enable-return-routed-experts: ") and "router_replay" in found
 
 
 @pytest.mark.slow  # it imports vLLM

@@ -134,7 +134,7 @@ class WeightRoutes:
             "num_hidden_layers": text.num_hidden_layers,
             "max_model_len": model.max_model_len,
             "joined": list(self._joined),
-            "returns_experts": self.vllm.args.returns_experts,
+            "returns_experts": self.vllm.args.enable_return_routed_experts,
             "sleeps": model.enable_sleep_mode,
             "batch_invariant": os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"),
             # On a CPU, vLLM's engine dies when it sets back the generator of a request whose prompt
