@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from urllib.parse import urlencode
 
@@ -53,7 +54,7 @@ from verifiers_rl.inference.server import (
     limit_requests,
     make_parser,
 )
-from verifiers_rl.sync.plan import TransferPlan
+from verifiers_rl.sync.plan import TransferPlan, receive_buckets
 from verifiers_rl.sync.shared_buffers import SharedBuffers
 
 
@@ -382,9 +383,11 @@ class Workers:
         self.got, self.shared, self.connections = {}, {}, []
 
     def copy_all(self, number, shared):
-        self.got[number] = b"".join(
-            bytes(shared.receive(number, BUCKET, 5.0).numpy()) for _ in range(4)
-        )
+        def receive(num_bytes):
+            return partial(shared.receive, number, num_bytes, 5.0)
+
+        loaded = [bucket for ((_, bucket),) in receive_buckets(PLAN, receive, 5.0)]
+        self.got[number] = b"".join(bucket.numpy().tobytes() for bucket in loaded)
 
     def __call__(self, method, number, *args):
         if method == "weight_sync_connect":
@@ -463,7 +466,9 @@ def test_a_bucket_with_other_bytes_than_were_sent_is_loaded_by_no_worker(at):
     body, workers = bytearray(BODY), Workers()
     body[at] ^= 1
     with server_of_pushes(workers) as (client, connection, _):
-        with pytest.raises(ServerLostError, match="409: a bucket of weights has other bytes"):
+        with pytest.raises(
+            ServerLostError, match="500: RuntimeError: a bucket of weights has other bytes"
+        ):
             pushed(client, connection, bytes(body)).answer()
         assert workers.got == {}
         hold, connection = connected(client)  # as the trainer does now

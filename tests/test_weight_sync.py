@@ -35,7 +35,7 @@ from verifiers_rl.inference.expected import (
     trained_model,
 )
 from verifiers_rl.sync import nccl, weight_sync
-from verifiers_rl.sync.plan import DIGEST_BYTES, TransferPlan, receive_buckets
+from verifiers_rl.sync.plan import TransferPlan, receive_buckets
 from verifiers_rl.sync.shared_buffers import GivenUpError, SharedBuffers, shared_with_workers
 from verifiers_rl.sync.sources import (
     Source,
@@ -106,7 +106,7 @@ def test_a_buffer_is_not_filled_again_before_the_slowest_worker_has_copied_it():
     filled, taken = [], []
 
     async def fill():
-        async for _ in shared.fill(pieces(push_body(bytes(64), [16] * 4), taken), [16] * 4):
+        async for _ in shared.fill(pieces(bytes(64), taken), [16] * 4):
             filled.append(True)
 
     async def run():
@@ -118,7 +118,7 @@ def test_a_buffer_is_not_filled_again_before_the_slowest_worker_has_copied_it():
                 await asyncio.sleep(0.01)
             # It looks many times, and would at once take a piece of the next bucket from the body.
             await asyncio.sleep(0.05)
-            assert len(taken) == math.ceil(num_filled * (16 + DIGEST_BYTES) / 7)
+            assert len(taken) == math.ceil(num_filled * 16 / 7)
         filling.cancel()
 
     asyncio.run(run())
@@ -134,8 +134,10 @@ def test_a_wait_for_shared_memory_ends_at_its_deadline_or_when_the_push_is_given
 
 
 def test_a_push_that_takes_too_long_ends_though_each_bucket_comes_in_time():
+    message = bytearray(push_body(bytes(16), [16]))
+
     def receive(num_bytes):
-        return lambda: (time.sleep(0.05), torch.empty(num_bytes, dtype=torch.uint8))[1]
+        return lambda: (time.sleep(0.05), torch.frombuffer(message, dtype=torch.uint8))[1]
 
     plan = plan_with({str(i): (4,) for i in range(100)}, 16)
     with pytest.raises(TimeoutError, match=r"longer than 0\.2 s \(vllm_server_timeout\)"):

@@ -37,7 +37,7 @@ from verifiers_rl.inference.engine_calls import (
 from verifiers_rl.inference.expected import fit_to_server
 from verifiers_rl.inference.holding import Hold
 from verifiers_rl.sync.nccl import ID_BYTES
-from verifiers_rl.sync.plan import ADAPTER_NAME, DIGEST_BYTES, TransferPlan
+from verifiers_rl.sync.plan import ADAPTER_NAME, TransferPlan
 from verifiers_rl.sync.shared_buffers import SharedBuffers, shared_with_workers
 
 CALL_DEADLINE_S = 60.0
@@ -216,8 +216,7 @@ class WeightRoutes:
         async with self._lock:
             hold, shared = self._hold_of(connection)
             length = request.headers.get("content-length")
-            expected = sum(hold.sizes) + DIGEST_BYTES * len(hold.sizes)
-            if length != str(expected):
+            if length != str(expected := sum(hold.sizes)):
                 raise HTTPException(
                     400, f"a body of {length} bytes: this connection's plan has {expected}"
                 )
@@ -349,8 +348,8 @@ async def all_before(coming: Awaitable[None], deadline: float, timeout_s: float)
     """Wait for weights to come.
 
     Raises:
-        HTTPException: the trainer left, the bytes are not those that were sent, or the loop's time
-            is past the deadline. Its status, 409, lets a trainer connect and push again.
+        HTTPException: the trainer left, or the loop's time is past the deadline. Its status, 409,
+            lets a trainer connect and push again.
     """
     try:
         async with asyncio.timeout_at(deadline):

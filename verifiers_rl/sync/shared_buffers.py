@@ -23,8 +23,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verifiers_rl.sync.plan import DIGEST_BYTES, digest_of
-
 _PAGE = 4096
 _GIVEN_UP, _FILLED, _COUNTS = 0, 1, 2  # words; from _COUNTS on, one for each worker
 _POLL_S = 2e-4  # memory has no event that can be awaited up to a deadline
@@ -67,34 +65,25 @@ class SharedBuffers:
         return bool(self._words[_GIVEN_UP])
 
     async def fill(self, body: AsyncIterator[bytes], sizes: Sequence[int]) -> AsyncIterator[None]:
-        """Cut a body into buffers of these sizes, each of which its checksum follows; yield after
-        each. A buffer is filled again once all workers have copied it.
+        """Cut a body into buffers of these sizes; yield after each. A buffer is filled again once
+        all workers have copied it.
 
         Raises:
-            ValueError: the body ends early, or has other bytes than were sent.
+            ValueError: the body ends early.
         """
         piece = memoryview(b"")
-
-        async def read_into(target: memoryview) -> None:
-            nonlocal piece
-            while target:
-                piece = piece or memoryview(await anext(body, b""))
-                if not piece:
-                    raise ValueError(f"the body ends {len(target)} bytes before a bucket does")
-                taken = piece[: len(target)]
-                target[: len(taken)] = taken
-                target, piece = target[len(taken) :], piece[len(taken) :]
-
         for size in sizes:
             number = int(self._words[_FILLED])
             while number - self._words[_COUNTS:].min() >= self.num_buffers:
                 await asyncio.sleep(_POLL_S)
-            buffer = memoryview(self._buffers[number % self.num_buffers])[:size]
-            digest = bytearray(DIGEST_BYTES)
-            await read_into(buffer)
-            await read_into(memoryview(digest))
-            if await asyncio.to_thread(digest_of, buffer) != digest:
-                raise ValueError("a bucket of weights has other bytes than were sent (checksum)")
+            room = memoryview(self._buffers[number % self.num_buffers])[:size]
+            while room:
+                piece = piece or memoryview(await anext(body, b""))
+                if not piece:
+                    raise ValueError(f"the body ends {len(room)} bytes before a bucket does")
+                taken = piece[: len(room)]
+                room[: len(taken)] = taken
+                room, piece = room[len(taken) :], piece[len(taken) :]
             _order_writes()
             self._words[_FILLED] = number + 1
             yield

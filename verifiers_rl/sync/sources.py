@@ -21,7 +21,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from verifiers_rl.distributed import host_group
 from verifiers_rl.option_rules import ConfigError
-from verifiers_rl.sync.plan import SUM_BYTES, AdapterConfig, TransferPlan
+from verifiers_rl.sync.plan import AdapterConfig, TransferPlan, checksum_of
 
 
 class Source(NamedTuple):
@@ -335,16 +335,16 @@ def buckets_of(
     `gathering`: the other ranks hear which source is made.
 
     Yields:
-        (bytes + SUM_BYTES,) uint8 on the model's device, fresh memory each time. The end is for the
-        checksum of a transport that needs one.
+        (num_bytes,) uint8 on the model's device, fresh memory each time.
     """
     device, index = next(model.parameters()).device, 0
     helpers = host_group() if is_split(model) else None
     for bucket in plan.buckets:
-        buffer = torch.empty(bucket.num_bytes + SUM_BYTES, dtype=torch.uint8, device=device)
-        for name, view in bucket.views(buffer):
+        message = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=device)
+        for name, view in bucket.views(message):
             if helpers is not None:
                 helpers.broadcast_number(index)
             view.copy_(sources[name].make())
             index += 1
-        yield buffer
+        message.view(torch.int64)[-1] = checksum_of(message)
+        yield message

@@ -49,7 +49,7 @@ from verifiers_rl.inference import (
 )
 from verifiers_rl.process.waiting import WaitingLine
 from verifiers_rl.sync.nccl import NcclError, NcclTransport, SharedBucket, gpu_uuid
-from verifiers_rl.sync.plan import ADAPTER_NAME, SUM_BYTES, AdapterConfig, TransferPlan, digest_of
+from verifiers_rl.sync.plan import ADAPTER_NAME, AdapterConfig, TransferPlan
 from verifiers_rl.sync.shared_buffers import GivenUpError
 from verifiers_rl.sync.sources import Source, buckets_of, what_to_send
 
@@ -238,20 +238,19 @@ class WeightSync:
             "policy_version": policy_version,
             "timeout_s": self.timeout_s,
         }
-        num_bytes = self.plan.body_bytes if self._nccl is None else 0
+        num_bytes = self.plan.num_bytes if self._nccl is None else 0
         path = f"/weight_sync/receive?{urlencode(fields)}"
         self._request = self.client.post(path, None, self.timeout_s, num_bytes)
         self._request.begin()
 
     def send(self, bucket: Tensor) -> None:
-        """Send the next bucket of the plan, packed: (bytes + SUM_BYTES,) uint8."""
+        """Send the next bucket of the plan, packed: (num_bytes,) uint8."""
         nccl, request = self._nccl, self._request
         if nccl is not None:
             self._by_nccl(nccl, lambda: nccl.send(bucket))
         elif request is not None:
-            array: Any = bucket[:-SUM_BYTES].cpu().numpy()  # numpy's types lack the buffer protocol
+            array: Any = bucket.cpu().numpy()  # numpy's types lack the buffer protocol
             request.write(memoryview(array))
-            request.write(memoryview(digest_of(array)))
 
     def finish_push(self) -> None:
         """Return once the server has loaded the weights."""
