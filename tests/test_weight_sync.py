@@ -407,11 +407,11 @@ OTHER = "base_model.model.x.lora_A.weight"
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"x": (1,)}, "has no tensor 'x'"),
-        ({"lm_head.weight": None}, r"no weights for \['lm_head.weight'\]"),
-        ({EMBEDDING: (10**9, 32)}, r"\[1000000000, 32\].*\[261, 32\]"),
-        ({OTHER: (4, 4)}, f"'{OTHER}' belongs to no linear layer"),
-        ({LAYER: (5, 32)}, "served model's has"),
+        ({"x": (1,)}, r"'x' has shape None in .* \(1,\) at"),
+        ({"lm_head.weight": None}, r"'lm_head.weight' has shape \(261, 32\) in .* None at"),
+        ({EMBEDDING: (10**9, 32)}, r"\(261, 32\) in .* \(1000000000, 32\) at"),
+        ({OTHER: (4, 4)}, f"'{OTHER}' has shape None .*lora_sync='merged'"),
+        ({LAYER: (5, 32)}, r"\(4, 32\) in .* \(5, 32\) at"),
     ],
 )
 def test_a_plan_for_another_model_is_refused_before_memory_is_allocated(served, change, message):
@@ -421,12 +421,7 @@ def test_a_plan_for_another_model_is_refused_before_memory_is_allocated(served, 
     wanted = {name: source.shape for name, source in sources.items()} | change
     wanted = {name: shape for name, shape in wanted.items() if shape is not None}
     with pytest.raises(ValueError, match=message):
-        check_plan(plan_with(wanted, adapter=adapter), served, "float32")
-
-
-def test_weights_of_another_dtype_are_refused(served):
-    with pytest.raises(ValueError, match="have dtype 'float32', the server's 'bfloat16'"):
-        check_plan(plan_with({"x": (1,)}), served, "bfloat16")
+        check_plan(plan_with(wanted, adapter=adapter), served)
 
 
 def test_quantised_weights_are_not_sent():
