@@ -17,7 +17,6 @@ is lost, its rollouts begin again at others. If all are lost, the trainer waits.
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -63,14 +62,6 @@ class Replica:
         self.is_in_doubt = False
         self.num_running = 0
         self.error: InferenceServerError | None = None
-
-
-def least_loaded(replicas: Sequence[Replica]) -> Replica:
-    """Return the one with the fewest running rollouts, one in doubt only where all are; of equals,
-    any one.
-    """
-    mixed = random.sample(replicas, len(replicas))
-    return min(mixed, key=lambda one: (one.is_in_doubt, one.num_running))
 
 
 class ServerPool:
@@ -300,7 +291,7 @@ class ServerPool:
                 raise ServerLostError(
                     f"no server has version {policy_version} of the policy: {self._error_of_all()}"
                 )
-            replica = least_loaded(able)
+            replica = min(able, key=lambda one: (one.is_in_doubt, one.num_running))
             replica.num_running += 1
             return replica.url
 
