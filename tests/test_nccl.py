@@ -186,7 +186,7 @@ def test_a_bucket_with_another_byte_than_was_sent_is_refused(shared_bucket, plac
         else:
             group._bucket[place] += 1
         with pytest.raises(RuntimeError, match=r"other bytes than were sent \(checksum\)"):
-            list(receive_buckets(plan, made[1].receive, 30.0))
+            list(receive_buckets(plan, made[1].receive))
         sending.result(10)
 
 

@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -384,9 +385,9 @@ class Workers:
 
     def copy_all(self, number, shared):
         def receive(num_bytes):
-            return partial(shared.receive, number, num_bytes, 5.0)
+            return partial(shared.receive, number, num_bytes)
 
-        loaded = [bucket for ((_, bucket),) in receive_buckets(PLAN, receive, 5.0)]
+        loaded = [bucket for ((_, bucket),) in receive_buckets(PLAN, receive)]
         self.got[number] = b"".join(bucket.numpy().tobytes() for bucket in loaded)
 
     def __call__(self, method, number, *args):
@@ -496,12 +497,25 @@ def test_a_trainer_that_hangs_or_leaves_in_a_push_leaves_no_worker_waiting(
         assert [call for call in engine.calls if call != "weight_sync_receive"] == tears
 
 
+def test_a_push_that_takes_too_long_ends_though_each_bucket_comes_in_time():
+    def load_slowly(number, shared):
+        for _ in range(4):
+            time.sleep(0.3)
+            shared.receive(number, BUCKET)
+
+    with (
+        server_of_pushes(Workers(load_slowly)) as (client, connection, _),
+        pytest.raises(ServerLostError, match=r"409: .* 0\.5 s \(vllm_server_timeout\)"),
+    ):
+        pushed(client, connection, timeout_s=0.5).answer(10.0)
+
+
 @pytest.mark.parametrize("kind, status", [(RuntimeError, 500), (ValueError, 400)])
 @pytest.mark.parametrize("others_first", [False, True])
 def test_a_worker_that_fails_in_a_push_ends_it_for_all_and_says_why(kind, status, others_first):
     def fail(number, shared):
         for _ in range(3):
-            shared.receive(number, BUCKET, 30.0)
+            shared.receive(number, BUCKET)
             if number == others_first:
                 raise kind("out of memory")
 

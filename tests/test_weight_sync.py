@@ -2,7 +2,6 @@ import asyncio
 import json
 import math
 import threading
-import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -21,7 +20,6 @@ from tests.helpers import (
     StubSource,
     make_tiny_model,
     make_tiny_moe,
-    push_body,
     push_to,
     run_script,
     stub_servers,
@@ -35,7 +33,7 @@ from verifiers_rl.inference.expected import (
     trained_model,
 )
 from verifiers_rl.sync import nccl, weight_sync
-from verifiers_rl.sync.plan import TransferPlan, receive_buckets
+from verifiers_rl.sync.plan import TransferPlan
 from verifiers_rl.sync.shared_buffers import GivenUpError, SharedBuffers, shared_with_workers
 from verifiers_rl.sync.sources import (
     Source,
@@ -113,7 +111,7 @@ def test_a_buffer_is_not_filled_again_before_the_slowest_worker_has_copied_it():
         filling = asyncio.ensure_future(fill())
         for worker, num_filled in ((None, 2), (fast, 2), (fast, 2), (slow, 3)):
             if worker is not None:
-                worker.receive(worker is slow, 16, 5.0)
+                worker.receive(worker is slow, 16)
             while len(filled) < num_filled:
                 await asyncio.sleep(0.01)
             # It looks many times, and would at once take a piece of the next bucket from the body.
@@ -124,24 +122,11 @@ def test_a_buffer_is_not_filled_again_before_the_slowest_worker_has_copied_it():
     asyncio.run(run())
 
 
-def test_a_wait_for_shared_memory_ends_at_its_deadline_or_when_the_push_is_given_up():
+def test_a_wait_for_shared_memory_ends_when_the_push_is_given_up():
     shared, (seen,) = shared_by(1, 1, 16)
-    with pytest.raises(TimeoutError, match=r"no weights came in 0\.1 s \(vllm_server_timeout\)"):
-        seen.receive(0, 16, 0.1)
     threading.Timer(0.1, shared.give_up).start()
     with pytest.raises(GivenUpError):
-        seen.receive(0, 16, 30.0)
-
-
-def test_a_push_that_takes_too_long_ends_though_each_bucket_comes_in_time():
-    message = bytearray(push_body(bytes(16), [16]))
-
-    def receive(num_bytes):
-        return lambda: (time.sleep(0.05), torch.frombuffer(message, dtype=torch.uint8))[1]
-
-    plan = plan_with({str(i): (4,) for i in range(100)}, 16)
-    with pytest.raises(TimeoutError, match=r"longer than 0\.2 s \(vllm_server_timeout\)"):
-        list(receive_buckets(plan, receive, 0.2))
+        seen.receive(0, 16)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +213,7 @@ def test_where_nccl_cannot_connect_http_is_next_unless_the_server_is_lost(
         assert sync._nccl is None and server.policy_version == 1
         assert caplog.text.count("connecting took too long; HTTP is tried next") == 1
     else:
-        says = "^no answer from" if dies else "took too long; weight_sync_backend='http' needs"
+        says = "^no answer from" if dies else "took too long"
         with pytest.raises(ServerLostError, match=says):
             push_to(sync, model, 0)
         assert not caplog.text

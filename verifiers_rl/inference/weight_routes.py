@@ -232,7 +232,7 @@ class WeightRoutes:
                 coming = all_of(filling) if hold.sizes else left(request)
                 await self._let_work(
                     *(all_before(coming, deadline, timeout_s), shared, timeout_s),
-                    *("weight_sync_receive", timeout_s),
+                    "weight_sync_receive",
                 )
                 await self._set_version(policy_version)
             await self._wake()  # only now, so that no request goes on with the old weights

@@ -3,8 +3,9 @@
     vf-vllm's process:  body of the trainer's request ──► buffer 0, 1, 0, 1, ...
     each worker:        copies a buffer and counts it; when all have, it is filled again
 
-One word of it says that the push is over, because the trainer left or a worker failed. Workers look
-at this word wherever they wait, in NCCL too, so nobody waits for weights that will not come.
+One word of it says that the push is over, because the trainer left, a worker failed, or the push
+took too long. Workers look at this word wherever they wait, in NCCL too, so nobody waits for
+weights that will not come, and only vf-vllm's process has to look at the clock.
 
 The memory has no name, so it is freed when the last process lets go of it, however that one ends.
 """
@@ -88,22 +89,19 @@ class SharedBuffers:
             self._words[_FILLED] = number + 1
             yield
 
-    def receive(self, worker: int, num_bytes: int, timeout_s: float) -> Tensor:
+    def receive(self, worker: int, num_bytes: int) -> Tensor:
         """Wait for this worker's next buffer; return a copy of it.
 
         Args:
             worker: its number, from 0 on.
 
         Raises:
-            GivenUpError, TimeoutError.
+            GivenUpError: the push is over.
         """
         number = int(self._words[_COUNTS + worker])
-        deadline = time.monotonic() + timeout_s
         while self._words[_FILLED] <= number:
             if self.is_given_up():
                 raise GivenUpError("the trainer left, or another worker failed")
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"no weights came in {timeout_s:g} s (vllm_server_timeout)")
             time.sleep(_POLL_S)
         _order_writes()
         copy = torch.from_numpy(self._buffers[number % self.num_buffers, :num_bytes]).clone()

@@ -174,9 +174,7 @@ class WeightSync:
                     raise
                 self.client.status()  # raises its error, if it is the server that is lost
                 if self.backend == "nccl":
-                    raise ServerLostError(
-                        f"{error}; weight_sync_backend='http' needs the server's port only"
-                    ) from error
+                    raise
                 # A part of a GPU shares no memory, and a firewall lets no NCCL through.
                 logger.warning("%s; HTTP is tried next (weight_sync_backend)", error)
                 self.close()
