@@ -37,7 +37,7 @@ from verifiers_rl.inference.engine_calls import (
 from verifiers_rl.inference.expected import fit_to_server
 from verifiers_rl.inference.holding import Hold
 from verifiers_rl.sync.nccl import ID_BYTES
-from verifiers_rl.sync.plan import ADAPTER_NAME, TransferPlan
+from verifiers_rl.sync.plan import ADAPTER_ID, ADAPTER_NAME, TransferPlan
 from verifiers_rl.sync.shared_buffers import SharedBuffers, shared_with_workers
 
 CALL_DEADLINE_S = 60.0
@@ -56,17 +56,15 @@ class Connection(BaseModel):
         trainer: its id, the same when it connects anew.
         name: of its process and machine, for people.
         timeout_s: deadline of connecting.
-        nccl_id: of the communicator that carries the weights.
-        ipc_id: of a bucket on the GPU of both sides that does, JSON. With neither, bodies of
-            requests do.
+        unique_id: NCCL's, of the communicator that carries the weights, or a longer one, JSON, of a
+            bucket on the GPU of both sides that does. Without it, bodies of requests do.
     """
 
     trainer: str
     name: str
     timeout_s: PositiveFloat
     plan: TransferPlan
-    nccl_id: Annotated[Base64Bytes, Field(min_length=ID_BYTES, max_length=ID_BYTES)] | None = None
-    ipc_id: Annotated[Base64Bytes, Field(min_length=ID_BYTES + 1)] | None = None
+    unique_id: Annotated[Base64Bytes, Field(min_length=ID_BYTES)] | None = None
 
 
 class WeightRoutes:
@@ -163,8 +161,7 @@ class WeightRoutes:
                 before.left.set()
             await self._wake()
             await self._set_version(None)
-            unique_id = new.nccl_id or new.ipc_id
-            sizes = [bucket.num_bytes for bucket in plan.buckets] if unique_id is None else []
+            sizes = [bucket.num_bytes for bucket in plan.buckets] if new.unique_id is None else []
             # Of an adapter all buckets are here before generation pauses, of full weights two.
             num_buffers = len(sizes) if plan.adapter is not None else min(len(sizes), 2)
             num_workers = config.parallel_config.world_size_across_dp
@@ -174,13 +171,11 @@ class WeightRoutes:
                 async with updating(engine, new.timeout_s):  # some engines step together
                     await self._let_work(
                         *(left(request), shared, new.timeout_s, "weight_sync_connect"),
-                        *(plan.model_dump_json(), address, unique_id, new.timeout_s),
+                        *(plan.model_dump_json(), address, new.unique_id, new.timeout_s),
                     )
             hold.shared, self.hold = shared, hold
             if plan.adapter is not None:
                 from vllm.lora.request import LoRARequest
-
-                from verifiers_rl.inference.worker import ADAPTER_ID
 
                 # Requests reach the adapter by its name. The path is never read.
                 self.vllm.openai_serving_models.lora_requests[ADAPTER_NAME] = LoRARequest(

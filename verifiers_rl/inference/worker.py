@@ -24,12 +24,11 @@ from verifiers_rl.inference.reloading import (
     take_sinks,
 )
 from verifiers_rl.sync.nccl import ID_BYTES, NcclTransport, SharedBucket, gpu_uuid
-from verifiers_rl.sync.plan import AdapterConfig, TransferPlan, receive_buckets
+from verifiers_rl.sync.plan import ADAPTER_ID, AdapterConfig, TransferPlan, receive_buckets
 from verifiers_rl.sync.shared_buffers import SharedBuffers
 
 logger = logging.getLogger(__name__)
 
-ADAPTER_ID = 1
 Bucket = list[NamedTensor]
 
 

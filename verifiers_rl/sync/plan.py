@@ -12,7 +12,7 @@ import torch
 from pydantic import BaseModel, Field, NonNegativeInt, StrictInt
 from torch import Tensor
 
-ADAPTER_NAME = "policy"
+ADAPTER_NAME, ADAPTER_ID = "policy", 1  # in vLLM
 MAX_BUCKET_BYTES = 2**30
 WORD_BYTES = 8
 

@@ -132,15 +132,13 @@ def what_to_send(
 
 def text_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of the text model by name, in the model's order, each once."""
-    parameters, any_model = dict(model.named_parameters()), cast(Any, model)
+    parts, any_model = [model], cast(Any, model)
     config: Any = getattr(model, "config", None)
-    if not hasattr(config, "get_text_config") or not hasattr(model, "get_decoder"):
-        return parameters
-    if config.get_text_config() is config:
-        return parameters
-    parts = [any_model.get_decoder(), any_model.get_output_embeddings()]
+    has_parts = hasattr(config, "get_text_config") and hasattr(model, "get_decoder")
+    if has_parts and config.get_text_config() is not config:
+        parts = [any_model.get_decoder(), any_model.get_output_embeddings()]
     inside = {id(p) for part in parts if part is not None for p in part.parameters()}
-    return {name: p for name, p in parameters.items() if id(p) in inside}
+    return {name: p for name, p in model.named_parameters() if id(p) in inside}
 
 
 def gather_full(tensor: Tensor) -> Tensor:

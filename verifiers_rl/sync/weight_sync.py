@@ -207,7 +207,7 @@ class WeightSync:
                 make_group=partial(SharedBucket, device, largest) if backend == "ipc" else None,
             )
             unique_id = self._by_nccl(self._nccl, self._nccl.unique_id)
-            fields[f"{backend}_id"] = base64.b64encode(unique_id).decode()
+            fields["unique_id"] = base64.b64encode(unique_id).decode()
         # The server refuses other trainers until this request is closed, or this process ends, in
         # whatever way. So its reply stays open.
         self._request = self._hold = self.client.post(
@@ -291,10 +291,11 @@ class WeightSync:
         url = self.client.base_url
         with self._connecting:
             status, connection = self.client.status(), self.connection
-        if connection is None:  # a push has broken; a new connection shows who has the server
-            raise ServerLostError(f"the connection to the inference server at {url} was given up")
-        if status["connection"] is None:
-            raise ServerLostError(f"the inference server at {url} started anew")
+        # If a push has broken, a new connection shows who has the server.
+        if connection is None or status["connection"] is None:
+            raise ServerLostError(
+                f"the inference server at {url} started anew, or a push to it has broken"
+            )
         if status["connection"] != connection:
             raise InferenceServerError(
                 f"another trainer has connected to the server at {url}; give each run a server of "
