@@ -37,6 +37,7 @@ from verifiers_rl.inference.client import (
     InferenceServerError,
     ServerLostError,
     find_token,
+    generation_key,
     keep_alive,
     save_token,
 )
@@ -639,7 +640,8 @@ def test_a_control_request_that_makes_no_sense_is_refused():
         with pytest.raises(InferenceServerError, match=r"400: plan\.tensors=.*Field required"):
             connected(client, plan={"dtype": "float32"})
         for content in (b"\xff{", b"{}", b"{"):
-            url, headers = f"{client.base_url}/weight_sync/connect", client.authorization()
+            url = f"{client.base_url}/weight_sync/connect"
+            headers = {"Authorization": f"Bearer {generation_key(client.base_url)}"}
             reply = httpx.post(url, content=content, headers=headers, trust_env=False)
             assert reply.status_code == 400 and isinstance(reply.json()["error"], str)
 

@@ -198,13 +198,20 @@ class ServerPool:
             try:
                 if error is not None:
                     raise error
-                self._serve(replica, sync, model, policy_version)
+                self.model_name = sync.model_name
+                if sync.num_pushes <= NUM_COMPARED:
+                    self._check_agreement(model, replica.client, self.model_name)
             except InferenceServerError as error:
                 if is_first and not isinstance(error, ServerLostError):
                     raise  # at the start, what is wrong with a server is the user's to mend
                 self._lose(replica, sync, error)
-            else:
-                num_bytes += sync.plan.num_bytes
+                continue
+            num_bytes += sync.plan.num_bytes
+            with self._lock:
+                if replica.sync is sync:
+                    replica.policy_version, replica.is_in_doubt = policy_version, False
+                else:  # lost meanwhile; what it has connected anew would keep its successor out
+                    sync.close()
         serving = self._serving()
         if not serving:
             raise self._error_of_all()
@@ -215,19 +222,6 @@ class ServerPool:
             "sync_bytes": float(num_bytes),
             "num_servers": float(len(serving)),
         }
-
-    def _serve(
-        self, replica: Replica, sync: WeightSync, model: nn.Module, policy_version: int
-    ) -> None:
-        """Let a replica that has the weights serve; over a new connection it is compared first."""
-        self.model_name = sync.model_name
-        if sync.num_pushes <= NUM_COMPARED:
-            self._check_agreement(model, replica.client, self.model_name)
-        with self._lock:
-            if replica.sync is sync:
-                replica.policy_version, replica.is_in_doubt = policy_version, False
-                return
-        sync.close()  # lost meanwhile; what it has connected anew would keep its successor out
 
     def sleep(self) -> None:
         """Let the servers leave their GPU's memory to the trainer until the next push. All have
