@@ -241,12 +241,8 @@ class WeightRoutes:
             HTTPException: it is not the last one, or a push over it has broken.
         """
         hold = self.hold
-        if hold is None or hold.shared is None:
-            raise HTTPException(409, "no trainer is connected: POST /weight_sync/connect first")
-        if connection != hold.connection:
-            raise HTTPException(
-                400, "another trainer has connected; give each run a server of its own"
-            )
+        if hold is None or hold.shared is None or hold.connection != connection:
+            raise HTTPException(409, "not connected: POST /weight_sync/connect first")
         return hold, hold.shared
 
     async def sleep(self, connection: str, timeout_s: PositiveFloat) -> None:
