@@ -116,7 +116,7 @@ def first_step(model: Path, output: Path, port: int, step: Step, num_rollouts: i
     import numpy as np
 
     from verifiers_rl import RLConfig, RLTrainer, env_from
-    from verifiers_rl.sync.agreement import logprobs_of_samples
+    from verifiers_rl.sync.agreement import logprobs_of_sample
 
     args = RLConfig(
         output_dir=str(output), overwrite_output_dir=True, use_cpu=True, use_lora=False,
@@ -132,9 +132,9 @@ def first_step(model: Path, output: Path, port: int, step: Step, num_rollouts: i
         trainer.train()
     batch = trainer.batch
     assert batch is not None
-    ours = np.concatenate(logprobs_of_samples(trainer.model, batch.samples, args))
+    ours = [logprobs_of_sample(trainer.model, sample, args) for sample in batch.samples]
     theirs = [sample.inference_logprobs[sample.loss_mask] for sample in batch.samples]
-    apart = np.abs(ours - np.concatenate(theirs))
+    apart = np.abs(np.concatenate(ours) - np.concatenate(theirs))
     (logged,) = [row["mismatch_kl"] for row in trainer.state.log_history if "mismatch_kl" in row]
     return [logged, float(apart.mean()), float(apart.max())]
 
@@ -147,9 +147,11 @@ def run(chosen: list[Setting], folder: Path, num_rollouts: int) -> Iterator[list
         if not model.exists():
             write_model(setting.model, model)
         log = folder / "server.log"
-        with running_server(
-            model, log, "--max-num-seqs", "256", *setting.flags, dtype=setting.dtype
-        ) as server:
+        module = "verifiers_rl.inference.server"
+        if setting.flags == EXPERTS:
+            module = "tests.experts_on_cpu"
+        flags = ("--max-num-seqs", "256", *setting.flags)
+        with running_server(model, log, *flags, dtype=setting.dtype, module=module) as server:
             for step in setting.steps:
                 figures = first_step(model, folder / "run", server.port, step, num_rollouts)
                 yield [

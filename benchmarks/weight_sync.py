@@ -64,6 +64,7 @@ from verifiers_rl.inference.client import (
     TOKEN_VARIABLE,
     InferenceClient,
     InferenceServerError,
+    generation_key,
 )
 from verifiers_rl.sync import weight_sync
 from verifiers_rl.sync.weight_sync import WeightSync, push_to_all
@@ -177,7 +178,11 @@ def measure_rounds(modes: dict[str, Callable[[], None]], repeats: int, rows: Row
 def complete(client: InferenceClient, body: dict[str, Any]) -> dict[str, Any]:
     url = f"{client.base_url}/v1/completions"
     reply = httpx.post(
-        url, json=body, headers=client.authorization(), timeout=TIMEOUT_S, trust_env=False
+        url,
+        json=body,
+        headers={"Authorization": f"Bearer {generation_key(client.base_url)}"},
+        timeout=TIMEOUT_S,
+        trust_env=False,
     )
     if reply.status_code != 200:
         raise RuntimeError(f"{url}: {reply.status_code} {reply.text}")

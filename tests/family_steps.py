@@ -122,7 +122,7 @@ def what_travels(folder, model, lora_sync="merged"):
     plan = TransferPlan(tensors=shapes, dtype="float32", bucket_bytes=2**20, adapter=adapter)
     config = AutoConfig.from_pretrained(folder)
     served = trained_model(config)
-    check_plan(plan, served, "float32")
+    check_plan(plan, served)
     return {*as_served(plan, served, config).tensors}
 
 

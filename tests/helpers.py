@@ -32,7 +32,7 @@ from verifiers_rl.cli.config import EnvTable
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.requests import GroupRequest, Places
 from verifiers_rl.sync.nccl import ID_BYTES, ID_KEY
-from verifiers_rl.sync.plan import DIGEST_BYTES, TransferPlan, digest_of
+from verifiers_rl.sync.plan import WORD_BYTES, TransferPlan, checksum_of
 from verifiers_rl.sync.sources import buckets_of
 from verifiers_rl.sync.weight_sync import push_to_all
 from verifiers_rl.types import (
@@ -259,11 +259,12 @@ def make_gloo_group(store, rank, world_size):
 
 def push_body(weights, sizes):
     """The body of a push of these weights, in buckets of these sizes."""
-    rest = memoryview(weights)
-    parts = []
+    parts, start = [], 0
     for size in sizes:
-        parts += [bytes(rest[:size]), digest_of(rest[:size])]
-        rest = rest[size:]
+        words = np.frombuffer(weights[start : start + size] + bytes(WORD_BYTES), np.int64).copy()
+        words[-1] = ~words.sum()
+        parts.append(words.tobytes())
+        start += size
     return b"".join(parts)
 
 
@@ -307,8 +308,7 @@ class StubServer:
         weights, policy_version: of the last push.
         hold: the request by which a trainer has it.
         is_up: whether it answers.
-        on_write: called with each bucket and each checksum, with the event that is set when the
-            push is given up.
+        on_write: called with each bucket, with the event that is set when the push is given up.
         on_answer: called when it has all of a push.
         calls: "sleep" and "push", in their order.
     """
@@ -369,9 +369,8 @@ class StubServer:
             self.weights = {}
             for bucket in self.plan.buckets:
                 packed, buffer = buffer[: bucket.num_bytes], buffer[bucket.num_bytes :]
-                assert digest_of(packed.numpy()) == bytes(buffer[:DIGEST_BYTES].tolist())
+                assert packed.view(torch.int64)[-1] == checksum_of(packed)
                 self.weights |= dict(bucket.views(packed))
-                buffer = buffer[DIGEST_BYTES:]
             self.policy_version = int(given["policy_version"])
             self.calls.append("push")
             return {}

@@ -13,7 +13,7 @@ from verifiers_rl.sync.agreement import (
     NUM_TOKENS,
     PROMPT,
     check_agreement,
-    logprobs_of_samples,
+    logprobs_of_sample,
     prompt_of,
 )
 from verifiers_rl.types import Sample
@@ -100,10 +100,10 @@ LOSS = [0, 0, 1, 1, 0, 1]
 
 def logprobs_of(model, args, **extras):
     sample = Sample(IDS, LOSS, [0.0] * 6, np.where(LOSS, 0, -1), extras=extras)
-    return logprobs_of_samples(model, [sample], args)[0]
+    return logprobs_of_sample(model, sample, args)
 
 
-def test_logprobs_of_samples_are_taken_at_the_temperature_over_the_mask():
+def test_logprobs_of_a_sample_are_taken_at_the_temperature_over_the_mask():
     model, args = make_tiny_model(), args_with(temperature=0.7)
     policy = reference_policy(model, IDS, 0.7).detach()
     expected = [policy[at - 1, IDS[at]] for at in (2, 3, 5)]
@@ -116,7 +116,7 @@ def test_logprobs_of_samples_are_taken_at_the_temperature_over_the_mask():
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-def test_logprobs_of_samples_use_the_experts_of_the_server_and_no_others():
+def test_logprobs_of_a_sample_use_the_experts_of_the_server_and_no_others():
     model, args = make_tiny_moe(), args_with(router_replay=True)
     own = logprobs_of(model, args)
     chosen = np.tile(np.array([0, 1], np.int16), (len(IDS), 2, 1))
@@ -125,7 +125,7 @@ def test_logprobs_of_samples_use_the_experts_of_the_server_and_no_others():
     np.testing.assert_array_equal(own, logprobs_of(model, args))
 
 
-def test_logprobs_of_samples_round_as_the_trainer_does():
+def test_logprobs_of_a_sample_round_as_the_trainer_does():
     model, half = make_tiny_model(), args_with(bf16=True)
     exact, rounded = logprobs_of(model, args_with()), logprobs_of(model, half)
     half.head_dtype = "float32"

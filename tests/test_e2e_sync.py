@@ -283,7 +283,7 @@ def expert_server(tmp_path_factory):
     load_example("warm_start").make_tokenizer().save_pretrained(folder)
     flags = [*FLAGS, "--enable-return-routed-experts", "--max-num-batched-tokens", "128"]
     log = tmp_path_factory.mktemp("server") / "server.log"
-    with running_server(folder, log, *flags) as server:
+    with running_server(folder, log, *flags, module="tests.experts_on_cpu") as server:
         yield folder, server
 
 

@@ -18,11 +18,12 @@ import torch
 from tests.conftest import wait_until
 from tests.helpers import ROOT, make_gloo_group, map_memory_of_cpu, share_memory_of_cpu
 from verifiers_rl.sync import nccl
-from verifiers_rl.sync.plan import SUM_BYTES
+from verifiers_rl.sync.plan import TransferPlan, receive_buckets
 from verifiers_rl.sync.shared_buffers import GivenUpError
+from verifiers_rl.sync.sources import Source, buckets_of
 
 CPU = torch.device("cpu")
-BUCKET = torch.zeros(4 + SUM_BYTES, dtype=torch.uint8)
+BUCKET = torch.zeros(4, dtype=torch.uint8)
 
 
 class StubGroup:
@@ -162,26 +163,30 @@ def test_an_abort_that_hangs_holds_nobody_up(make_groups, monkeypatch, caplog):
 
 @pytest.fixture
 def shared_bucket(monkeypatch):
-    """The transports get a bucket of 8 bytes that both map, as on one GPU."""
+    """The transports get a bucket of 32 bytes that both map, as on one GPU."""
     monkeypatch.setattr(nccl, "share", share_memory_of_cpu)
     monkeypatch.setattr(nccl, "map_in", map_memory_of_cpu)
-    monkeypatch.setattr(nccl, "make_nccl_group", partial(nccl.SharedBucket, CPU, 8))
+    monkeypatch.setattr(nccl, "make_nccl_group", partial(nccl.SharedBucket, CPU, 32))
 
 
-@pytest.mark.parametrize("place", [0, 3, 4, 11, None])  # of the bucket, or of its checksum
+@pytest.mark.parametrize("place", [0, 15, 16, 23, None])  # of the bucket, or of its checksum
 def test_a_bucket_with_another_byte_than_was_sent_is_refused(shared_bucket, place):
+    plan = TransferPlan(tensors={"a": (4,)}, dtype="float32", bucket_bytes=16)
+    weights = torch.full((16,), 3, dtype=torch.uint8).view(torch.float32)
+    source = Source((4,), torch.float32, lambda: weights)
+    (packed,) = buckets_of(plan, {"a": source}, torch.nn.Linear(1, 1))
     with ranks() as (made, _, _), ThreadPoolExecutor(1) as thread:
-        sending = thread.submit(made[0].send, torch.full((4 + SUM_BYTES,), 3, dtype=torch.uint8))
+        sending = thread.submit(made[0].send, packed)
         group = made[0]._group
         wait_until(lambda: group._counts[0] == 2)  # the first message connects
-        # Behind the bucket is its checksum: the sum of two words, 0x0303 each, with inverted bits.
-        assert group._bucket.tolist() == [3] * 4 + [0xF9] * 2 + [0xFF] * 6 + [0] * 4
+        # Behind the bucket is its checksum: the sum of two words of 0x0303..., with inverted bits.
+        assert group._bucket.tolist() == [3] * 16 + [0xF9] * 8 + [0] * 8
         if place is None:
             group._bucket.zero_()  # as memory that nobody has written
         else:
             group._bucket[place] += 1
-        with pytest.raises(nccl.NcclError, match=r"other bytes than were sent \(checksum\)"):
-            made[1].receive(4)()
+        with pytest.raises(RuntimeError, match=r"other bytes than were sent \(checksum\)"):
+            list(receive_buckets(plan, made[1].receive))
         sending.result(10)
 
 
@@ -216,7 +221,6 @@ WORKER = """
 import sys, torch
 from tests.helpers import make_gloo_group
 from verifiers_rl.sync import nccl
-from verifiers_rl.sync.plan import SUM_BYTES
 
 device = torch.device(sys.argv[1])
 if device.type == "cpu":
@@ -256,7 +260,7 @@ def test_a_worker_joins_by_the_id_alone_and_its_death_does_not_end_the_trainer(m
         worker.stdin.write(unique_id.hex() + "\n")
         worker.stdin.flush()
         transport.wait_until_connected()
-        transport.send(torch.tensor([1, 2, 3, 4] + [0] * 8, dtype=torch.uint8, device=ours))
+        transport.send(torch.tensor([1, 2, 3, 4], dtype=torch.uint8, device=ours))
         assert worker.stdout.readline() == "[1, 2, 3, 4]\n"
         worker.kill()
         buffer = torch.zeros(2**26, dtype=torch.uint8, device=ours)

@@ -75,10 +75,6 @@ def test_a_reply_has_the_mask_in_its_packed_tokens():
 
     assert allowed_tokens(*unpack_mask(packed([2, 1], [4, 5, 6]))).tolist() == [[4, 5], [6, -1]]
     assert unpack_mask(packed()) is None
-    with pytest.raises(ValueError, match="2 tokens but a sampling mask of 1"):
-        unpack_mask(packed([2], [4, 5]))
-    with pytest.raises(ValueError, match="with 2 ids for 3"):
-        unpack_mask(packed([2, 1], [4, 5]))
 
 
 def test_a_request_with_a_mask_asks_vllm_for_the_likeliest_tokens():

@@ -12,7 +12,9 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from urllib.parse import urlencode
 
@@ -35,6 +37,7 @@ from verifiers_rl.inference.client import (
     InferenceServerError,
     ServerLostError,
     find_token,
+    generation_key,
     keep_alive,
     save_token,
 )
@@ -48,11 +51,12 @@ from verifiers_rl.inference.port import (
 )
 from verifiers_rl.inference.server import (
     error_of_flags,
+    fit_to_cpu,
     generation_keys,
     limit_requests,
     make_parser,
 )
-from verifiers_rl.sync.plan import TransferPlan
+from verifiers_rl.sync.plan import TransferPlan, receive_buckets
 from verifiers_rl.sync.shared_buffers import SharedBuffers
 
 
@@ -381,9 +385,11 @@ class Workers:
         self.got, self.shared, self.connections = {}, {}, []
 
     def copy_all(self, number, shared):
-        self.got[number] = b"".join(
-            bytes(shared.receive(number, BUCKET, 5.0).numpy()) for _ in range(4)
-        )
+        def receive(num_bytes):
+            return partial(shared.receive, number, num_bytes)
+
+        loaded = [bucket for ((_, bucket),) in receive_buckets(PLAN, receive)]
+        self.got[number] = b"".join(bucket.numpy().tobytes() for bucket in loaded)
 
     def __call__(self, method, number, *args):
         if method == "weight_sync_connect":
@@ -445,7 +451,7 @@ def test_a_push_reaches_all_workers_and_tokens_of_mixed_weights_are_of_no_policy
     "change, body, message",
     [
         ({}, BODY[:-1], "400: a body of 2097183 bytes: this connection's plan has 2097184"),
-        ({"connection": "d"}, BODY, "400: another trainer has connected"),
+        ({"connection": "d"}, BODY, "409: not connected"),
         ({"policy_version": "x"}, BODY, "400: policy_version='x': Input should be a valid integer"),
     ],
 )
@@ -462,7 +468,9 @@ def test_a_bucket_with_other_bytes_than_were_sent_is_loaded_by_no_worker(at):
     body, workers = bytearray(BODY), Workers()
     body[at] ^= 1
     with server_of_pushes(workers) as (client, connection, _):
-        with pytest.raises(ServerLostError, match="409: a bucket of weights has other bytes"):
+        with pytest.raises(
+            ServerLostError, match="500: RuntimeError: a bucket of weights has other bytes"
+        ):
             pushed(client, connection, bytes(body)).answer()
         assert workers.got == {}
         hold, connection = connected(client)  # as the trainer does now
@@ -485,9 +493,22 @@ def test_a_trainer_that_hangs_or_leaves_in_a_push_leaves_no_worker_waiting(
             with pytest.raises(ServerLostError, match=r"409: .* 0\.5 s \(vllm_server_timeout\)"):
                 hanging.answer(10.0)
         # What is left of it is not taken for the next one, which waits for its end.
-        with pytest.raises(ServerLostError, match="409: no trainer is connected"):
+        with pytest.raises(ServerLostError, match="409: not connected"):
             pushed(client, connection).answer()
         assert [call for call in engine.calls if call != "weight_sync_receive"] == tears
+
+
+def test_a_push_that_takes_too_long_ends_though_each_bucket_comes_in_time():
+    def load_slowly(number, shared):
+        for _ in range(4):
+            time.sleep(0.3)
+            shared.receive(number, BUCKET)
+
+    with (
+        server_of_pushes(Workers(load_slowly)) as (client, connection, _),
+        pytest.raises(ServerLostError, match=r"409: .* 0\.5 s \(vllm_server_timeout\)"),
+    ):
+        pushed(client, connection, timeout_s=0.5).answer(10.0)
 
 
 @pytest.mark.parametrize("kind, status", [(RuntimeError, 500), (ValueError, 400)])
@@ -495,7 +516,7 @@ def test_a_trainer_that_hangs_or_leaves_in_a_push_leaves_no_worker_waiting(
 def test_a_worker_that_fails_in_a_push_ends_it_for_all_and_says_why(kind, status, others_first):
     def fail(number, shared):
         for _ in range(3):
-            shared.receive(number, BUCKET, 30.0)
+            shared.receive(number, BUCKET)
             if number == others_first:
                 raise kind("out of memory")
 
@@ -536,10 +557,9 @@ def test_over_nccl_the_id_is_handed_on_and_workers_hear_that_the_trainer_has_lef
 
     workers = Workers(take=lambda number, shared: None)
     with server_of_pushes(workers) as (client, _, _engine):
-        for field, length in (("nccl_id", 129), ("ipc_id", 128)):
-            with pytest.raises(InferenceServerError, match=f"400: {field}="):
-                connected(client, **{field: base64.b64encode(bytes(length)).decode()})
-        hold, connection = connected(client, nccl_id=base64.b64encode(unique_id).decode())
+        with pytest.raises(InferenceServerError, match="400: unique_id="):
+            connected(client, unique_id=base64.b64encode(bytes(127)).decode())
+        hold, connection = connected(client, unique_id=base64.b64encode(unique_id).decode())
         plan, _, given, _ = workers.connections[-1]
         assert given == unique_id and plan == PLAN.model_dump_json()
         assert pushed(client, connection, b"").answer() == PUSHED  # without a body
@@ -548,7 +568,7 @@ def test_over_nccl_the_id_is_handed_on_and_workers_hear_that_the_trainer_has_lef
         assert begun.wait(10)
         pushing.close()
         assert heard.acquire(timeout=10) and heard.acquire(timeout=10)
-        with pytest.raises(ServerLostError, match="409: no trainer is connected"):
+        with pytest.raises(ServerLostError, match="409: not connected"):
             pushed(client, connection).answer()
         hold.close()
 
@@ -620,7 +640,8 @@ def test_a_control_request_that_makes_no_sense_is_refused():
         with pytest.raises(InferenceServerError, match=r"400: plan\.tensors=.*Field required"):
             connected(client, plan={"dtype": "float32"})
         for content in (b"\xff{", b"{}", b"{"):
-            url, headers = f"{client.base_url}/weight_sync/connect", client.authorization()
+            url = f"{client.base_url}/weight_sync/connect"
+            headers = {"Authorization": f"Bearer {generation_key(client.base_url)}"}
             reply = httpx.post(url, content=content, headers=headers, trust_env=False)
             assert reply.status_code == 400 and isinstance(reply.json()["error"], str)
 
@@ -782,6 +803,11 @@ def test_flags_that_training_cannot_have_are_refused(flags, message):
     plain = {"logprobs_mode": "processed_logprobs", "enable_sleep_mode": False}
     found = error_of_flags(SimpleNamespace(**sizes | plain | flags))
     assert found is None if message is None else found.startswith(message)
+
+
+def test_without_a_gpu_no_server_is_started_that_is_to_return_experts():
+    found = fit_to_cpu(SimpleNamespace(enable_return_routed_experts=True))
+    assert found.startswith("--enable-return-routed-experts: ") and "router_replay" in found
 
 
 @pytest.mark.slow  # it imports vLLM

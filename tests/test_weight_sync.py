@@ -2,7 +2,6 @@ import asyncio
 import json
 import math
 import threading
-import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -21,7 +20,6 @@ from tests.helpers import (
     StubSource,
     make_tiny_model,
     make_tiny_moe,
-    push_body,
     push_to,
     run_script,
     stub_servers,
@@ -35,7 +33,7 @@ from verifiers_rl.inference.expected import (
     trained_model,
 )
 from verifiers_rl.sync import nccl, weight_sync
-from verifiers_rl.sync.plan import DIGEST_BYTES, TransferPlan, receive_buckets
+from verifiers_rl.sync.plan import TransferPlan
 from verifiers_rl.sync.shared_buffers import GivenUpError, SharedBuffers, shared_with_workers
 from verifiers_rl.sync.sources import (
     Source,
@@ -106,40 +104,29 @@ def test_a_buffer_is_not_filled_again_before_the_slowest_worker_has_copied_it():
     filled, taken = [], []
 
     async def fill():
-        async for _ in shared.fill(pieces(push_body(bytes(64), [16] * 4), taken), [16] * 4):
+        async for _ in shared.fill(pieces(bytes(64), taken), [16] * 4):
             filled.append(True)
 
     async def run():
         filling = asyncio.ensure_future(fill())
         for worker, num_filled in ((None, 2), (fast, 2), (fast, 2), (slow, 3)):
             if worker is not None:
-                worker.receive(worker is slow, 16, 5.0)
+                worker.receive(worker is slow, 16)
             while len(filled) < num_filled:
                 await asyncio.sleep(0.01)
             # It looks many times, and would at once take a piece of the next bucket from the body.
             await asyncio.sleep(0.05)
-            assert len(taken) == math.ceil(num_filled * (16 + DIGEST_BYTES) / 7)
+            assert len(taken) == math.ceil(num_filled * 16 / 7)
         filling.cancel()
 
     asyncio.run(run())
 
 
-def test_a_wait_for_shared_memory_ends_at_its_deadline_or_when_the_push_is_given_up():
+def test_a_wait_for_shared_memory_ends_when_the_push_is_given_up():
     shared, (seen,) = shared_by(1, 1, 16)
-    with pytest.raises(TimeoutError, match=r"no weights came in 0\.1 s \(vllm_server_timeout\)"):
-        seen.receive(0, 16, 0.1)
     threading.Timer(0.1, shared.give_up).start()
     with pytest.raises(GivenUpError):
-        seen.receive(0, 16, 30.0)
-
-
-def test_a_push_that_takes_too_long_ends_though_each_bucket_comes_in_time():
-    def receive(num_bytes):
-        return lambda: (time.sleep(0.05), torch.empty(num_bytes, dtype=torch.uint8))[1]
-
-    plan = plan_with({str(i): (4,) for i in range(100)}, 16)
-    with pytest.raises(TimeoutError, match=r"longer than 0\.2 s \(vllm_server_timeout\)"):
-        list(receive_buckets(plan, receive, 0.2))
+        seen.receive(0, 16)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +213,7 @@ def test_where_nccl_cannot_connect_http_is_next_unless_the_server_is_lost(
         assert sync._nccl is None and server.policy_version == 1
         assert caplog.text.count("connecting took too long; HTTP is tried next") == 1
     else:
-        says = "^no answer from" if dies else "took too long; weight_sync_backend='http' needs"
+        says = "^no answer from" if dies else "took too long"
         with pytest.raises(ServerLostError, match=says):
             push_to(sync, model, 0)
         assert not caplog.text
@@ -266,7 +253,7 @@ def test_over_nccl_the_servers_error_says_why_and_ends_our_part(
         ({"use_dora": True}, "merged", "no DoRA"),
         ({"rank_pattern": {"q_proj": 2}}, "adapter", "rank_pattern.*set lora_sync='merged'"),
         ({"rank_pattern": {"q_proj": 2}}, "merged", None),
-        ({"init_lora_weights": "pissa"}, "adapter", "='pissa': it changes.*'merged'"),
+        ({"init_lora_weights": "pissa"}, "adapter", "='pissa': .* the base weights are.*'merged'"),
         ({"init_lora_weights": "pissa_niter_4"}, "merged", "set 'pissa'"),
         ({"init_lora_weights": "olora"}, "merged", None),
         ({"init_lora_weights": "orthogonal"}, "adapter", None),
@@ -405,11 +392,11 @@ OTHER = "base_model.model.x.lora_A.weight"
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"x": (1,)}, "has no tensor 'x'"),
-        ({"lm_head.weight": None}, r"no weights for \['lm_head.weight'\]"),
-        ({EMBEDDING: (10**9, 32)}, r"\[1000000000, 32\].*\[261, 32\]"),
-        ({OTHER: (4, 4)}, f"'{OTHER}' belongs to no linear layer"),
-        ({LAYER: (5, 32)}, "served model's has"),
+        ({"x": (1,)}, r"'x' has shape None in .* \(1,\) at"),
+        ({"lm_head.weight": None}, r"'lm_head.weight' has shape \(261, 32\) in .* None at"),
+        ({EMBEDDING: (10**9, 32)}, r"\(261, 32\) in .* \(1000000000, 32\) at"),
+        ({OTHER: (4, 4)}, f"'{OTHER}' has shape None .*lora_sync='merged'"),
+        ({LAYER: (5, 32)}, r"\(4, 32\) in .* \(5, 32\) at"),
     ],
 )
 def test_a_plan_for_another_model_is_refused_before_memory_is_allocated(served, change, message):
@@ -419,12 +406,7 @@ def test_a_plan_for_another_model_is_refused_before_memory_is_allocated(served, 
     wanted = {name: source.shape for name, source in sources.items()} | change
     wanted = {name: shape for name, shape in wanted.items() if shape is not None}
     with pytest.raises(ValueError, match=message):
-        check_plan(plan_with(wanted, adapter=adapter), served, "float32")
-
-
-def test_weights_of_another_dtype_are_refused(served):
-    with pytest.raises(ValueError, match="have dtype 'float32', the server's 'bfloat16'"):
-        check_plan(plan_with({"x": (1,)}), served, "bfloat16")
+        check_plan(plan_with(wanted, adapter=adapter), served)
 
 
 def test_quantised_weights_are_not_sent():

@@ -417,7 +417,8 @@ class RLConfig(TrainingArguments):
 
     router_replay: bool = False
     """For mixtures of experts: the trainer sends each token to the experts that the server chose
-    (R3, arXiv:2510.11370). vf-vllm needs --enable-return-routed-experts, which vf-rl sets."""
+    (R3, arXiv:2510.11370). vf-vllm needs a GPU and --enable-return-routed-experts, which vf-rl
+    sets."""
 
     # --- What enters the loss ---------------------------------------------------------------------
     mask_env_responses: bool = True

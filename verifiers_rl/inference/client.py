@@ -81,9 +81,8 @@ def find_token(host: str, port: int) -> str:
 
 
 def generation_key(base_url: str) -> str:
-    """Return the key that requests for rollouts authenticate with: the run's token, which control
-    routes need too, or else VLLM_API_KEY. Without either it is "none", because a server with --open
-    needs no key.
+    """Return the key that requests authenticate with: the run's token, which control routes need,
+    or else VLLM_API_KEY. Without either it is "none", because a server with --open needs no key.
     """
     url = httpx.URL(base_url)
     return find_token(url.host, url.port or 80) or os.environ.get("VLLM_API_KEY") or "none"
@@ -101,10 +100,6 @@ class InferenceClient:
         self.port = port
         bracketed = f"[{host}]" if ":" in host else host
         self.base_url = f"http://{bracketed}:{port}"
-
-    def authorization(self) -> dict[str, str]:
-        token = find_token(self.host, self.port)
-        return {"Authorization": f"Bearer {token}"} if token else {}
 
     def status(self) -> dict[str, Any]:
         """GET /weight_sync/status: see `weight_routes.WeightRoutes.status`."""
@@ -172,7 +167,7 @@ class ControlRequest:
         self._headers = {
             "Content-Type": "application/json",
             "Content-Length": str(len(self._body) + num_bytes),
-            **client.authorization(),
+            "Authorization": f"Bearer {generation_key(client.base_url)}",
         }
         self._http = http.client.HTTPConnection(client.host, client.port, timeout_s)
         self._reply: http.client.HTTPResponse | None = None

@@ -60,8 +60,7 @@ async def call_workers(engine: Any, timeout_s: float, method: str, *args: Any) -
 
 
 async def run_in_workers(engine: Any, timeout_s: float, method: str, *args: Any) -> None:
-    """Call a method that keeps the deadline `timeout_s` itself, and returns None or the text of an
-    error.
+    """Call a method that ends within about `timeout_s`, and returns None or the text of an error.
 
     Raises:
         HTTPException: with a worker's error; its log says where. If one worker failed and the

@@ -1,5 +1,5 @@
-"""What a push may carry: names, shapes and dtypes of the served model's tensors. They are known
-before any memory is allocated for the push.
+"""What a push may carry: names and shapes of the served model's tensors. They are known before any
+memory is allocated for the push.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ def fit_to_server(plan: TransferPlan, vllm_config: Any) -> TransferPlan:
             f"({quantization.get('quant_method')}), so vLLM has no place for them; serve a "
             "checkpoint that is not quantised, or train an adapter with lora_sync='adapter'"
         )
-    dtype = lora.lora_dtype if adapter is not None else vllm_config.model_config.dtype
     model = trained_model(config)
-    check_plan(plan, model, str(dtype).removeprefix("torch."))
+    check_plan(plan, model)
     return as_served(plan, model, config)
 
 
@@ -107,48 +106,39 @@ def trained_model(config: Any) -> Any:
         return text._from_config(config)
 
 
-def check_plan(plan: TransferPlan, model: Any, dtype: str) -> None:
-    """Raise ValueError, which names the tensor, unless the plan is what this model takes: all
-    parameters of its text, as a checkpoint has them, or both matrices of each adapted module.
+def check_plan(plan: TransferPlan, model: Any) -> None:
+    """Raise ValueError, which names a tensor, unless the plan is what this model takes: all
+    parameters of its text, as a checkpoint has them, or matrices for some of its linear layers.
 
     Args:
         model: from `trained_model`.
-        dtype: of the server's weights, or of its adapters.
     """
     sources = full_sources(model)
     if plan.adapter is None:
         sources = in_checkpoint_form(model, sources)
     expected = {name: source.shape for name, source in sources.items()}
+    compared, hint = {**expected, **plan.tensors}, ""
     if plan.adapter is not None:
-        expected = _adapter_shapes(plan, plan.adapter.r, expected)
-    if plan.dtype != dtype:
-        raise ValueError(f"the tensors have dtype {plan.dtype!r}, the server's {dtype!r}")
-    for name, shape in plan.tensors.items():
-        if name not in expected:
-            raise ValueError(f"the served model has no tensor {name!r}: is it another model?")
-        if shape != expected[name]:
+        expected, compared = adapter_shapes(expected, plan.adapter.r), plan.tensors
+        hint = " Only linear layers can have an adapter; lora_sync='merged' sends those of others."
+    for name in compared:
+        ours, theirs = plan.tensors.get(name), expected.get(name)
+        if ours != theirs:
             raise ValueError(
-                f"tensor {name!r} has shape {list(shape)}, the served model's has "
-                f"{list(expected[name])}"
+                f"tensor {name!r} has shape {theirs} in the served model, {ours} at the trainer "
+                f"(None: there is none). Is it another model?{hint}"
             )
-    if missing := sorted(expected.keys() - plan.tensors.keys()):
-        raise ValueError(f"no weights for {missing[:5]}: is it another model?")
 
 
-def _adapter_shapes(
-    plan: TransferPlan, rank: int, shapes: dict[str, tuple[int, ...]]
-) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of both matrices for each module of which the plan has at least one."""
-    expected: dict[str, tuple[int, ...]] = {}
-    for name in plan.tensors:
-        module = name.removeprefix(_PEFT_PREFIX).rpartition(".lora_")[0]
-        weight = shapes.get(f"{module}.weight", ())
-        if len(weight) != 2 or ".lora_embedding_" in name:
-            raise ValueError(
-                f"tensor {name!r} belongs to no linear layer of the served model; "
-                "set lora_sync='merged' if it is an embedding's"
-            )
-        prefix = f"{_PEFT_PREFIX}{module}"
-        expected[f"{prefix}.lora_A.weight"] = (rank, weight[1])
-        expected[f"{prefix}.lora_B.weight"] = (weight[0], rank)
-    return expected
+def adapter_shapes(shapes: dict[str, tuple[int, ...]], rank: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of both LoRA matrices of each linear layer, by PEFT's names.
+
+    Args:
+        shapes: of the model's tensors.
+    """
+    return {
+        f"{_PEFT_PREFIX}{name.removesuffix('weight')}lora_{matrix}.weight": shape
+        for name, weight in shapes.items()
+        if len(weight) == 2
+        for matrix, shape in (("A", (rank, weight[1])), ("B", (weight[0], rank)))
+    }

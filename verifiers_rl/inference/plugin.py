@@ -7,7 +7,6 @@ import select
 import signal
 import threading
 import time
-from contextlib import suppress
 
 SERVER_PID = "VERIFIERS_RL_SERVER_PID"  # of the vf-vllm that started this process
 _ends_with_server: int | None = None  # the process that does; a forked one must begin anew
@@ -23,31 +22,23 @@ def set_up() -> None:
 
 
 def end_with_server() -> None:
-    """When the API server ends in whatever way, end this process and all others that the server has
-    started: vLLM's engines, their workers, and the coordinator of data-parallel engines.
+    """When the API server ends in whatever way, end this process: one of vLLM's engines, of their
+    workers, or the coordinator of data-parallel engines.
 
     Without this, they live on after their API server is killed, and hold the GPU's memory.
     """
-    import psutil  # type: ignore[import-untyped]
-
     global _ends_with_server
     pid = int(os.environ[SERVER_PID])
     if os.getpid() in (pid, _ends_with_server):
         return
     _ends_with_server = os.getpid()
-    family: list[psutil.Process] = []
     try:
-        end = os.pidfd_open(pid)  # psutil would wait until the server's parent has reaped it, too
-        family = psutil.Process(pid).children(recursive=True)
-    except (ProcessLookupError, psutil.NoSuchProcess):  # it has ended before we could look
+        end = os.pidfd_open(pid)
+    except ProcessLookupError:  # it has ended before we could look
         os.kill(os.getpid(), signal.SIGKILL)
 
     def wait() -> None:
         select.select([end], [], [])
-        for process in family:
-            if process.pid != os.getpid():
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=wait, name="end-with-server", daemon=True).start()

@@ -37,8 +37,6 @@ from verifiers_rl.types import MAX_MASK
 # Names by which vLLM imports parts of ours.
 WORKER_EXTENSION = "verifiers_rl.inference.worker.WeightSyncWorker"
 GATEWAY = "verifiers_rl.inference.gateway.Gateway"
-ROUTING_WORKER = "verifiers_rl.inference.routed_experts.RoutingWorker"
-ROUTING_SCHEDULER = "verifiers_rl.inference.routed_experts.RoutingScheduler"
 # Flags of vLLM that start API processes or engines beside this process and its engines.
 OTHER_PROCESSES = (
     *("api_server_count", "headless", "data_parallel_external_lb", "data_parallel_hybrid_lb"),
@@ -153,13 +151,14 @@ def error_of_flags(args: Any) -> str | None:
 
 
 def fit_to_cpu(args: Any) -> str | None:
-    """Set the flags and variables of a machine without a GPU; return what is wrong, or None."""
+    """Set the variables of a machine without a GPU. Return what is wrong with a flag, or None."""
     if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
         return "VLLM_BATCH_INVARIANT: vLLM has no such mode on a CPU; unset it"
     if args.enable_return_routed_experts:
-        args.worker_cls, args.scheduler_cls = ROUTING_WORKER, ROUTING_SCHEDULER
-        # vLLM refuses its own flag here; its connector keeps rows by the hashes of prefixes.
-        args.enable_return_routed_experts, args.enable_prefix_caching = False, True
+        return (
+            "--enable-return-routed-experts: vLLM's CPU build returns no experts; leave it out "
+            "(the trainer's router_replay), or use a GPU"
+        )
     cores = server_cores(list(os.sched_getaffinity(0)), num_workers(args))
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
     # In GiB. By default vLLM takes a large share of the memory.
@@ -293,7 +292,6 @@ def main() -> None:
             f"generate, they need {key}",
             file=sys.stderr,
         )
-    args.returns_experts = args.enable_return_routed_experts  # on a CPU in a way of our own
     if problem := fit_to_checkpoint(args, sys.argv):
         parser.error(problem)
     if not torch.cuda.is_available() and (problem := fit_to_cpu(args)):

@@ -37,7 +37,7 @@ from verifiers_rl.inference.engine_calls import (
 from verifiers_rl.inference.expected import fit_to_server
 from verifiers_rl.inference.holding import Hold
 from verifiers_rl.sync.nccl import ID_BYTES
-from verifiers_rl.sync.plan import ADAPTER_NAME, DIGEST_BYTES, TransferPlan
+from verifiers_rl.sync.plan import ADAPTER_ID, ADAPTER_NAME, TransferPlan
 from verifiers_rl.sync.shared_buffers import SharedBuffers, shared_with_workers
 
 CALL_DEADLINE_S = 60.0
@@ -56,17 +56,15 @@ class Connection(BaseModel):
         trainer: its id, the same when it connects anew.
         name: of its process and machine, for people.
         timeout_s: deadline of connecting.
-        nccl_id: of the communicator that carries the weights.
-        ipc_id: of a bucket on the GPU of both sides that does, JSON. With neither, bodies of
-            requests do.
+        unique_id: NCCL's, of the communicator that carries the weights, or a longer one, JSON, of a
+            bucket on the GPU of both sides that does. Without it, bodies of requests do.
     """
 
     trainer: str
     name: str
     timeout_s: PositiveFloat
     plan: TransferPlan
-    nccl_id: Annotated[Base64Bytes, Field(min_length=ID_BYTES, max_length=ID_BYTES)] | None = None
-    ipc_id: Annotated[Base64Bytes, Field(min_length=ID_BYTES + 1)] | None = None
+    unique_id: Annotated[Base64Bytes, Field(min_length=ID_BYTES)] | None = None
 
 
 class WeightRoutes:
@@ -134,7 +132,7 @@ class WeightRoutes:
             "num_hidden_layers": text.num_hidden_layers,
             "max_model_len": model.max_model_len,
             "joined": list(self._joined),
-            "returns_experts": self.vllm.args.returns_experts,
+            "returns_experts": self.vllm.args.enable_return_routed_experts,
             "sleeps": model.enable_sleep_mode,
             "batch_invariant": os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"),
             # On a CPU, vLLM's engine dies when it sets back the generator of a request whose prompt
@@ -163,8 +161,7 @@ class WeightRoutes:
                 before.left.set()
             await self._wake()
             await self._set_version(None)
-            unique_id = new.nccl_id or new.ipc_id
-            sizes = [bucket.num_bytes for bucket in plan.buckets] if unique_id is None else []
+            sizes = [bucket.num_bytes for bucket in plan.buckets] if new.unique_id is None else []
             # Of an adapter all buckets are here before generation pauses, of full weights two.
             num_buffers = len(sizes) if plan.adapter is not None else min(len(sizes), 2)
             num_workers = config.parallel_config.world_size_across_dp
@@ -174,13 +171,11 @@ class WeightRoutes:
                 async with updating(engine, new.timeout_s):  # some engines step together
                     await self._let_work(
                         *(left(request), shared, new.timeout_s, "weight_sync_connect"),
-                        *(plan.model_dump_json(), address, unique_id, new.timeout_s),
+                        *(plan.model_dump_json(), address, new.unique_id, new.timeout_s),
                     )
             hold.shared, self.hold = shared, hold
             if plan.adapter is not None:
                 from vllm.lora.request import LoRARequest
-
-                from verifiers_rl.inference.worker import ADAPTER_ID
 
                 # Requests reach the adapter by its name. The path is never read.
                 self.vllm.openai_serving_models.lora_requests[ADAPTER_NAME] = LoRARequest(
@@ -216,8 +211,7 @@ class WeightRoutes:
         async with self._lock:
             hold, shared = self._hold_of(connection)
             length = request.headers.get("content-length")
-            expected = sum(hold.sizes) + DIGEST_BYTES * len(hold.sizes)
-            if length != str(expected):
+            if length != str(expected := sum(hold.sizes)):
                 raise HTTPException(
                     400, f"a body of {length} bytes: this connection's plan has {expected}"
                 )
@@ -233,7 +227,7 @@ class WeightRoutes:
                 coming = all_of(filling) if hold.sizes else left(request)
                 await self._let_work(
                     *(all_before(coming, deadline, timeout_s), shared, timeout_s),
-                    *("weight_sync_receive", timeout_s),
+                    "weight_sync_receive",
                 )
                 await self._set_version(policy_version)
             await self._wake()  # only now, so that no request goes on with the old weights
@@ -247,12 +241,8 @@ class WeightRoutes:
             HTTPException: it is not the last one, or a push over it has broken.
         """
         hold = self.hold
-        if hold is None or hold.shared is None:
-            raise HTTPException(409, "no trainer is connected: POST /weight_sync/connect first")
-        if connection != hold.connection:
-            raise HTTPException(
-                400, "another trainer has connected; give each run a server of its own"
-            )
+        if hold is None or hold.shared is None or hold.connection != connection:
+            raise HTTPException(409, "not connected: POST /weight_sync/connect first")
         return hold, hold.shared
 
     async def sleep(self, connection: str, timeout_s: PositiveFloat) -> None:
@@ -349,8 +339,8 @@ async def all_before(coming: Awaitable[None], deadline: float, timeout_s: float)
     """Wait for weights to come.
 
     Raises:
-        HTTPException: the trainer left, the bytes are not those that were sent, or the loop's time
-            is past the deadline. Its status, 409, lets a trainer connect and push again.
+        HTTPException: the trainer left, or the loop's time is past the deadline. Its status, 409,
+            lets a trainer connect and push again.
     """
     try:
         async with asyncio.timeout_at(deadline):

@@ -24,12 +24,11 @@ from verifiers_rl.inference.reloading import (
     take_sinks,
 )
 from verifiers_rl.sync.nccl import ID_BYTES, NcclTransport, SharedBucket, gpu_uuid
-from verifiers_rl.sync.plan import AdapterConfig, TransferPlan, receive_buckets
+from verifiers_rl.sync.plan import ADAPTER_ID, AdapterConfig, TransferPlan, receive_buckets
 from verifiers_rl.sync.shared_buffers import SharedBuffers
 
 logger = logging.getLogger(__name__)
 
-ADAPTER_ID = 1
 Bucket = list[NamedTensor]
 
 
@@ -136,16 +135,16 @@ class WeightSyncWorker:
             self._nccl.wait_until_connected()
 
     @returning_error
-    def weight_sync_receive(self, timeout_s: float) -> None:
+    def weight_sync_receive(self) -> None:
         """Receive one push and load it."""
         shared, plan = self._shared, self._weight_sync_plan
         assert shared is not None  # after a push that failed, the trainer must connect again
 
         def from_shared(num_bytes: int) -> Callable[[], torch.Tensor]:
-            return lambda: shared.receive(self._number, num_bytes, timeout_s)
+            return lambda: shared.receive(self._number, num_bytes)
 
         receive = from_shared if self._nccl is None else self._nccl.receive
-        buckets = receive_buckets(plan, receive, timeout_s)
+        buckets = receive_buckets(plan, receive)
         with torch.device(self.device), set_current_vllm_config(self.vllm_config), torch.no_grad():
             if plan.adapter is not None:
                 self._load_adapter(plan.adapter, buckets)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,7 @@ def check_agreement(
     """
     prompt_ids = prompt_of(tokenizer)[: args.max_seq_len // 2]
     sampled = sample(client, model_name, prompt_ids, args)
-    (ours,) = logprobs_of_samples(model, [sampled], args)
+    ours = logprobs_of_sample(model, sampled, args)
     apart = np.abs(ours - sampled.inference_logprobs[sampled.loss_mask])  # nats
     here = torch.bfloat16 if args.bf16 else next(model.parameters()).dtype
     dtypes = str(here).removeprefix("torch."), client.status()["dtype"]
@@ -99,18 +98,17 @@ def sample(client: InferenceClient, model_name: str, prompt_ids: list[int], args
 
 
 @torch.no_grad()
-def logprobs_of_samples(model: Any, samples: Sequence[Sample], args: Any) -> list[np.ndarray]:
-    """Compute what a training step computes of each sample, which has a row of its own here: the
-    logprobs of its loss tokens at the run's temperature, over the tokens of its sampling mask, with
-    the experts that the server chose.
+def logprobs_of_sample(model: Any, sample: Sample, args: Any) -> np.ndarray:
+    """Compute what a training step computes of a sample: the logprobs of its loss tokens at the
+    run's temperature, over the tokens of its sampling mask, with the experts that the server chose.
 
     Args:
         model: the causal LM, perhaps inside PEFT.
-        samples: each has loss tokens.
+        sample: has loss tokens.
         args: the `RLConfig`; `bf16`, `head_dtype` and `temperature` are read.
 
     Returns:
-        (N,) float32 each.
+        (N,) float32.
 
     Raises:
         ConfigError: see `check_head`.
@@ -119,13 +117,12 @@ def logprobs_of_samples(model: Any, samples: Sequence[Sample], args: Any) -> lis
     device, was_training = next(model.parameters()).device, model.training
     model.eval()
     replay_experts(base, None)  # of the last microbatch
-    rows = [copy_to(collate([sample], [[0]], [1.0], 0), device) for sample in samples]
+    row = copy_to(collate([sample], [[0]], [1.0], 0), device)
     try:
         with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
             check_head(model, base)
-            support = ModelSupport("padded")
-            found = [predict_targets(model, base, row, args, support, "none")[0] for row in rows]
+            logprobs, _ = predict_targets(model, base, row, args, ModelSupport("padded"), "none")
     finally:
         replay_experts(base, None)
         model.train(was_training)
-    return [logprobs.float().cpu().numpy() for logprobs in found]
+    return logprobs.float().cpu().numpy()

@@ -30,7 +30,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verifiers_rl.sync.plan import SUM_BYTES, sum_of
 from verifiers_rl.sync.shared_buffers import GivenUpError
 
 logger = logging.getLogger(__name__)
@@ -153,30 +152,14 @@ class NcclTransport:
         self._finish(self._first, f"connecting over {self.way}")
 
     def send(self, buffer: Tensor) -> None:
-        """Rank 0: send a bucket on this GPU; return when it may be filled again.
-
-        Args:
-            buffer: (bytes + SUM_BYTES,) uint8; its end becomes the checksum of the rest.
-        """
-        buffer[-SUM_BYTES:] = sum_of(buffer)
+        """Rank 0: send a bucket, uint8 on this GPU; return when it may be filled again."""
         self._broadcast(buffer)()
 
     def receive(self, num_bytes: int) -> Callable[[], Tensor]:
         """Worker: begin to receive a bucket of so many bytes. The function that is returned waits
         for the bucket and returns it. The bucket then belongs to the worker.
-
-        Raises:
-            NcclError: by that function: it has other bytes than were sent.
         """
-        wait_for_it = self._broadcast(self._buffer(num_bytes + SUM_BYTES))
-
-        def checked() -> Tensor:
-            buffer = wait_for_it()
-            if not torch.equal(buffer[-SUM_BYTES:], sum_of(buffer)):
-                raise NcclError("a bucket of weights has other bytes than were sent (checksum)")
-            return buffer[:-SUM_BYTES]
-
-        return checked
+        return self._broadcast(self._buffer(num_bytes))
 
     def _buffer(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
@@ -282,8 +265,7 @@ class SharedBucket:
     copies it and counts that. Each side's stream keeps the order.
 
     Args:
-        device, num_bytes: of the bucket, without the checksum; rank 1 learns its size from the
-            handle.
+        device, num_bytes: of the bucket; rank 1 learns its size from the handle.
         store: rank 0 puts the handle there, as JSON, where NCCL puts its id.
     """
 
@@ -293,7 +275,7 @@ class SharedBucket:
         self._rank, self._number = rank, 0
         self._buffer: Tensor | None = None  # to be filled by rank 1
         if rank == 0:
-            memory = torch.zeros(_HEAD + num_bytes + SUM_BYTES, dtype=torch.uint8, device=device)
+            memory = torch.zeros(_HEAD + num_bytes, dtype=torch.uint8, device=device)
             memory[0].item()  # the zeros are there before rank 1, on a stream of its own, counts
             store.set(ID_KEY, json.dumps(share(memory)))
         else:

@@ -3,47 +3,33 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from itertools import zip_longest
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
-import xxhash
 from pydantic import BaseModel, Field, NonNegativeInt, StrictInt
 from torch import Tensor
 
-ADAPTER_NAME = "policy"
+ADAPTER_NAME, ADAPTER_ID = "policy", 1  # in vLLM
 MAX_BUCKET_BYTES = 2**30
-DIGEST_BYTES = 8
-SUM_BYTES = 8
+WORD_BYTES = 8
 
 
-def digest_of(bucket: Any) -> bytes:
-    """Return the checksum that follows a bucket in the body of a push: XXH3 in 64 bits, which reads
-    memory about as fast as the memory can be copied.
-
-    Args:
-        bucket: its bytes, as an object with the buffer protocol.
-    """
-    return xxhash.xxh3_64_digest(bucket)
-
-
-def sum_of(buffer: Tensor) -> Tensor:
-    """Return the checksum of a bucket that goes from GPU to GPU, which a GPU makes as fast as it
-    reads memory: the sum of the bucket's words of 16 bits, (SUM_BYTES,) uint8, with all its bits
-    inverted, because memory that nobody has written is often zero.
+def checksum_of(message: Tensor) -> Tensor:
+    """Return the checksum of a message, which CPUs and GPUs make as fast as they read memory: the
+    sum of its words of 64 bits but the last, () int64, with all its bits inverted, because memory
+    that nobody has written is often zero.
 
     Args:
-        buffer: (bytes + SUM_BYTES,) uint8: the bucket, and the place of its checksum.
+        message: (num_bytes,) uint8: a bucket, whose last word is the place of its checksum.
     """
-    words = buffer[:-SUM_BYTES].view(torch.int16)
-    return ~words.sum(0, keepdim=True, dtype=torch.int64).view(torch.uint8)
+    return ~message.view(torch.int64)[:-1].sum()
 
 
 class Bucket(NamedTuple):
-    """Tensors of one message, one behind the other.
+    """Tensors of one message, one behind the other, filled up to whole words, and a checksum.
 
     Attributes:
         dtype: of all of them.
@@ -54,14 +40,18 @@ class Bucket(NamedTuple):
     shapes: dict[str, tuple[int, ...]]
 
     @property
-    def num_bytes(self) -> int:
-        return sum(map(math.prod, self.shapes.values())) * self.dtype.itemsize
+    def sizes(self) -> list[int]:
+        return [*map(math.prod, self.shapes.values())]
 
-    def views(self, buffer: Tensor) -> list[tuple[str, Tensor]]:
-        """Return names and views into a uint8 buffer (num_bytes or more,)."""
-        parts = (
-            buffer[: self.num_bytes].view(self.dtype).split([*map(math.prod, self.shapes.values())])
-        )
+    @property
+    def num_bytes(self) -> int:
+        num_words = math.ceil(sum(self.sizes) * self.dtype.itemsize / WORD_BYTES)
+        return (num_words + 1) * WORD_BYTES
+
+    def views(self, message: Tensor) -> list[tuple[str, Tensor]]:
+        """Return names and views into a message: (num_bytes,) uint8."""
+        num_bytes = sum(self.sizes) * self.dtype.itemsize
+        parts = message[:num_bytes].view(self.dtype).split(self.sizes)
         named = zip(self.shapes.items(), parts, strict=True)
         return [(name, part.view(shape)) for (name, shape), part in named]
 
@@ -83,7 +73,7 @@ class TransferPlan(BaseModel, frozen=True):
         tensors: their shapes by name, in the order in which they travel. The names are those of a
             checkpoint, or PEFT's for an adapter.
         dtype: of all tensors on the wire, as torch spells it without `torch.`.
-        bucket_bytes: upper bound of one message, except for a single larger tensor.
+        bucket_bytes: upper bound of the tensors of one message, except for a single larger one.
         adapter: of a LoRA adapter; None for full weights.
     """
 
@@ -109,34 +99,25 @@ class TransferPlan(BaseModel, frozen=True):
     def num_bytes(self) -> int:
         return sum(bucket.num_bytes for bucket in self.buckets)
 
-    @property
-    def body_bytes(self) -> int:
-        """Of a push over HTTP: all buckets, and behind each its checksum."""
-        return self.num_bytes + DIGEST_BYTES * len(self.buckets)
-
 
 def receive_buckets(
-    plan: TransferPlan, receive: Callable[[int], Callable[[], Tensor]], timeout_s: float
+    plan: TransferPlan, receive: Callable[[int], Callable[[], Tensor]]
 ) -> Iterator[list[tuple[str, Tensor]]]:
     """Yield the named tensors of each bucket in turn, in a worker of the server. While the caller
     loads them, the next bucket is packed and sent.
 
     Args:
-        receive: begins to receive a buffer of so many bytes; what it returns waits for the buffer.
+        receive: begins to receive a message of so many bytes; what it returns waits for it.
 
     Raises:
-        RuntimeError: the trainer went away.
-        TimeoutError: all buckets together took longer than `timeout_s`, loading included.
+        RuntimeError: the push was given up, or a message has other bytes than were sent.
     """
-    deadline = time.monotonic() + timeout_s
     buckets = plan.buckets
     coming = receive(buckets[0].num_bytes)
     for bucket, following in zip_longest(buckets, buckets[1:]):
-        buffer = coming()
-        if time.monotonic() > deadline:
-            raise TimeoutError(
-                f"a push of weights took longer than {timeout_s:g} s (vllm_server_timeout)"
-            )
+        message = coming()
+        if message.view(torch.int64)[-1] != checksum_of(message):
+            raise RuntimeError("a bucket of weights has other bytes than were sent (checksum)")
         if following is not None:
             coming = receive(following.num_bytes)
-        yield bucket.views(buffer)
+        yield bucket.views(message)

@@ -17,7 +17,6 @@ is lost, its rollouts begin again at others. If all are lost, the trainer waits.
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -64,14 +63,6 @@ class Replica:
         self.is_in_doubt = False
         self.num_running = 0
         self.error: InferenceServerError | None = None
-
-
-def least_loaded(replicas: Sequence[Replica]) -> Replica:
-    """Return the one with the fewest running rollouts, one in doubt only where all are; of equals,
-    any one.
-    """
-    mixed = random.sample(replicas, len(replicas))
-    return min(mixed, key=lambda one: (one.is_in_doubt, one.num_running))
 
 
 class ServerPool:
@@ -208,13 +199,20 @@ class ServerPool:
             try:
                 if error is not None:
                     raise error
-                self._serve(replica, sync, model, policy_version)
+                self.model_name = sync.model_name
+                if sync.num_pushes <= NUM_COMPARED:
+                    self._check_agreement(model, replica.client, self.model_name)
             except InferenceServerError as error:
                 if is_first and not isinstance(error, ServerLostError):
                     raise  # at the start, what is wrong with a server is the user's to mend
                 self._lose(replica, sync, error)
-            else:
-                num_bytes += sync.plan.num_bytes
+                continue
+            num_bytes += sync.plan.num_bytes
+            with self._lock:
+                if replica.sync is sync:
+                    replica.policy_version, replica.is_in_doubt = policy_version, False
+                else:  # lost meanwhile; what it has connected anew would keep its successor out
+                    sync.close()
         serving = self._serving()
         if not serving:
             raise self._error_of_all()
@@ -225,19 +223,6 @@ class ServerPool:
             "sync_bytes": float(num_bytes),
             "num_servers": float(len(serving)),
         }
-
-    def _serve(
-        self, replica: Replica, sync: WeightSync, model: nn.Module, policy_version: int
-    ) -> None:
-        """Let a replica that has the weights serve; over a new connection it is compared first."""
-        self.model_name = sync.model_name
-        if sync.num_pushes <= NUM_COMPARED:
-            self._check_agreement(model, replica.client, self.model_name)
-        with self._lock:
-            if replica.sync is sync:
-                replica.policy_version, replica.is_in_doubt = policy_version, False
-                return
-        sync.close()  # lost meanwhile; what it has connected anew would keep its successor out
 
     def sleep(self) -> None:
         """Let the servers leave their GPU's memory to the trainer until the next push. All have
@@ -301,7 +286,7 @@ class ServerPool:
                 raise ServerLostError(
                     f"no server has version {policy_version} of the policy: {self._error_of_all()}"
                 )
-            replica = least_loaded(able)
+            replica = min(able, key=lambda one: (one.is_in_doubt, one.num_running))
             replica.num_running += 1
             return replica.url
 

@@ -3,8 +3,9 @@
     vf-vllm's process:  body of the trainer's request ──► buffer 0, 1, 0, 1, ...
     each worker:        copies a buffer and counts it; when all have, it is filled again
 
-One word of it says that the push is over, because the trainer left or a worker failed. Workers look
-at this word wherever they wait, in NCCL too, so nobody waits for weights that will not come.
+One word of it says that the push is over, because the trainer left, a worker failed, or the push
+took too long. Workers look at this word wherever they wait, in NCCL too, so nobody waits for
+weights that will not come, and only vf-vllm's process has to look at the clock.
 
 The memory has no name, so it is freed when the last process lets go of it, however that one ends.
 """
@@ -22,8 +23,6 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from torch import Tensor
-
-from verifiers_rl.sync.plan import DIGEST_BYTES, digest_of
 
 _PAGE = 4096
 _GIVEN_UP, _FILLED, _COUNTS = 0, 1, 2  # words; from _COUNTS on, one for each worker
@@ -67,54 +66,42 @@ class SharedBuffers:
         return bool(self._words[_GIVEN_UP])
 
     async def fill(self, body: AsyncIterator[bytes], sizes: Sequence[int]) -> AsyncIterator[None]:
-        """Cut a body into buffers of these sizes, each of which its checksum follows; yield after
-        each. A buffer is filled again once all workers have copied it.
+        """Cut a body into buffers of these sizes; yield after each. A buffer is filled again once
+        all workers have copied it.
 
         Raises:
-            ValueError: the body ends early, or has other bytes than were sent.
+            ValueError: the body ends early.
         """
         piece = memoryview(b"")
-
-        async def read_into(target: memoryview) -> None:
-            nonlocal piece
-            while target:
-                piece = piece or memoryview(await anext(body, b""))
-                if not piece:
-                    raise ValueError(f"the body ends {len(target)} bytes before a bucket does")
-                taken = piece[: len(target)]
-                target[: len(taken)] = taken
-                target, piece = target[len(taken) :], piece[len(taken) :]
-
         for size in sizes:
             number = int(self._words[_FILLED])
             while number - self._words[_COUNTS:].min() >= self.num_buffers:
                 await asyncio.sleep(_POLL_S)
-            buffer = memoryview(self._buffers[number % self.num_buffers])[:size]
-            digest = bytearray(DIGEST_BYTES)
-            await read_into(buffer)
-            await read_into(memoryview(digest))
-            if await asyncio.to_thread(digest_of, buffer) != digest:
-                raise ValueError("a bucket of weights has other bytes than were sent (checksum)")
+            room = memoryview(self._buffers[number % self.num_buffers])[:size]
+            while room:
+                piece = piece or memoryview(await anext(body, b""))
+                if not piece:
+                    raise ValueError(f"the body ends {len(room)} bytes before a bucket does")
+                taken = piece[: len(room)]
+                room[: len(taken)] = taken
+                room, piece = room[len(taken) :], piece[len(taken) :]
             _order_writes()
             self._words[_FILLED] = number + 1
             yield
 
-    def receive(self, worker: int, num_bytes: int, timeout_s: float) -> Tensor:
+    def receive(self, worker: int, num_bytes: int) -> Tensor:
         """Wait for this worker's next buffer; return a copy of it.
 
         Args:
             worker: its number, from 0 on.
 
         Raises:
-            GivenUpError, TimeoutError.
+            GivenUpError: the push is over.
         """
         number = int(self._words[_COUNTS + worker])
-        deadline = time.monotonic() + timeout_s
         while self._words[_FILLED] <= number:
             if self.is_given_up():
                 raise GivenUpError("the trainer left, or another worker failed")
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"no weights came in {timeout_s:g} s (vllm_server_timeout)")
             time.sleep(_POLL_S)
         _order_writes()
         copy = torch.from_numpy(self._buffers[number % self.num_buffers, :num_bytes]).clone()

@@ -21,7 +21,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from verifiers_rl.distributed import host_group
 from verifiers_rl.option_rules import ConfigError
-from verifiers_rl.sync.plan import SUM_BYTES, AdapterConfig, TransferPlan
+from verifiers_rl.sync.plan import AdapterConfig, TransferPlan, checksum_of
 
 
 class Source(NamedTuple):
@@ -38,9 +38,16 @@ _NOT_PLAIN = (
     *("use_qalora", "use_bdlora", "arrow_config", "monteclora_config"),
     *("trainable_token_indices", "layer_replication"),
 )
-# Values of LoraConfig.init_lora_weights that leave the base weights as they are. Any other value,
-# also one of a later PEFT, may move a part of the base weights into the adapter.
-_KEEPS_BASE_WEIGHTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+# Values of LoraConfig that leave the base weights as they are. Any other init_lora_weights, also
+# one of a later PEFT, may move a part of the base weights into the adapter.
+_KEEPS_BASE_WEIGHTS = {
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal", "mica"),
+    "bias": ("none",),
+}
+_CAN_BE_SERVED = {
+    **_KEEPS_BASE_WEIGHTS,
+    **dict.fromkeys(("target_parameters", "rank_pattern", "alpha_pattern"), ()),
+}
 
 
 def choose_lora_sync(
@@ -78,38 +85,33 @@ def check_adapter(config: Any, lora_sync: str) -> None:
         )
     if lora_sync == "merged" or config.modules_to_save:  # which are sent merged only
         return
-    for name, is_plain, reason in (
-        (
-            "target_parameters",
-            not config.target_parameters,
-            "the adapter reaches into tensors that hold the experts of a layer; leave these layers "
-            "out of lora_target_modules, as its default does",
-        ),
-        ("rank_pattern", not config.rank_pattern, "vLLM has one rank and alpha for an adapter"),
-        ("alpha_pattern", not config.alpha_pattern, "vLLM has one rank and alpha for an adapter"),
-        (
-            "init_lora_weights",
-            config.init_lora_weights in _KEEPS_BASE_WEIGHTS,
-            "it changes the base weights, so the server's do not fit",
-        ),
-        ("bias", config.bias == "none", "vLLM takes no biases in an adapter"),
-    ):
-        if not is_plain:
-            value = getattr(config, name)
-            value = sorted(value) if isinstance(value, list | set) else value
-            raise ConfigError(f"peft_config.{name}={value!r}: {reason}; set lora_sync='merged'")
+    _check_values(
+        config,
+        _CAN_BE_SERVED,
+        "in vLLM, an adapter has one rank and alpha, no biases, and no part in tensors that hold "
+        "the experts of a layer, and the base weights are the checkpoint's; set lora_sync='merged'",
+    )
 
 
 def check_reference(config: Any) -> None:
     """Raise ConfigError if the model without this adapter is not the one at the start, which a KL
     penalty compares with.
     """
-    for name, plain in (("init_lora_weights", _KEEPS_BASE_WEIGHTS), ("bias", ("none",))):
-        if (value := getattr(config, name, plain[0])) not in plain:
-            raise ConfigError(
-                f"peft_config.{name}={value!r}: it changes the base weights, which are the "
-                "reference of the loss (kl_beta, reference_logprobs); leave it out, or the penalty"
-            )
+    _check_values(
+        config,
+        _KEEPS_BASE_WEIGHTS,
+        "it changes the base weights, which are the reference of the loss (kl_beta, "
+        "reference_logprobs); leave it out, or the penalty",
+    )
+
+
+def _check_values(config: Any, allowed: dict[str, tuple[Any, ...]], reason: str) -> None:
+    """Raise ConfigError if a field of this config has another value than these, or an empty one."""
+    for name, values in allowed.items():
+        value = getattr(config, name, None)
+        if value and value not in values:
+            shown = sorted(value) if isinstance(value, list | set) else value
+            raise ConfigError(f"peft_config.{name}={shown!r}: {reason}")
 
 
 # --- What travels ---------------------------------------------------------------------------------
@@ -131,15 +133,13 @@ def what_to_send(
 
 def text_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of the text model by name, in the model's order, each once."""
-    parameters, any_model = dict(model.named_parameters()), cast(Any, model)
+    parts, any_model = [model], cast(Any, model)
     config: Any = getattr(model, "config", None)
-    if not hasattr(config, "get_text_config") or not hasattr(model, "get_decoder"):
-        return parameters
-    if config.get_text_config() is config:
-        return parameters
-    parts = [any_model.get_decoder(), any_model.get_output_embeddings()]
+    has_parts = hasattr(config, "get_text_config") and hasattr(model, "get_decoder")
+    if has_parts and config.get_text_config() is not config:
+        parts = [any_model.get_decoder(), any_model.get_output_embeddings()]
     inside = {id(p) for part in parts if part is not None for p in part.parameters()}
-    return {name: p for name, p in parameters.items() if id(p) in inside}
+    return {name: p for name, p in model.named_parameters() if id(p) in inside}
 
 
 def gather_full(tensor: Tensor) -> Tensor:
@@ -336,16 +336,16 @@ def buckets_of(
     `gathering`: the other ranks hear which source is made.
 
     Yields:
-        (bytes + SUM_BYTES,) uint8 on the model's device, fresh memory each time. The end is for the
-        checksum of a transport that needs one.
+        (num_bytes,) uint8 on the model's device, fresh memory each time.
     """
     device, index = next(model.parameters()).device, 0
     helpers = host_group() if is_split(model) else None
     for bucket in plan.buckets:
-        buffer = torch.empty(bucket.num_bytes + SUM_BYTES, dtype=torch.uint8, device=device)
-        for name, view in bucket.views(buffer):
+        message = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=device)
+        for name, view in bucket.views(message):
             if helpers is not None:
                 helpers.broadcast_number(index)
             view.copy_(sources[name].make())
             index += 1
-        yield buffer
+        message.view(torch.int64)[-1] = checksum_of(message)
+        yield message

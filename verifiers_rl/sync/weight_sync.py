@@ -49,7 +49,7 @@ from verifiers_rl.inference import (
 )
 from verifiers_rl.process.waiting import WaitingLine
 from verifiers_rl.sync.nccl import NcclError, NcclTransport, SharedBucket, gpu_uuid
-from verifiers_rl.sync.plan import ADAPTER_NAME, SUM_BYTES, AdapterConfig, TransferPlan, digest_of
+from verifiers_rl.sync.plan import ADAPTER_NAME, AdapterConfig, TransferPlan
 from verifiers_rl.sync.shared_buffers import GivenUpError
 from verifiers_rl.sync.sources import Source, buckets_of, what_to_send
 
@@ -174,9 +174,7 @@ class WeightSync:
                     raise
                 self.client.status()  # raises its error, if it is the server that is lost
                 if self.backend == "nccl":
-                    raise ServerLostError(
-                        f"{error}; weight_sync_backend='http' needs the server's port only"
-                    ) from error
+                    raise
                 # A part of a GPU shares no memory, and a firewall lets no NCCL through.
                 logger.warning("%s; HTTP is tried next (weight_sync_backend)", error)
                 self.close()
@@ -209,7 +207,7 @@ class WeightSync:
                 make_group=partial(SharedBucket, device, largest) if backend == "ipc" else None,
             )
             unique_id = self._by_nccl(self._nccl, self._nccl.unique_id)
-            fields[f"{backend}_id"] = base64.b64encode(unique_id).decode()
+            fields["unique_id"] = base64.b64encode(unique_id).decode()
         # The server refuses other trainers until this request is closed, or this process ends, in
         # whatever way. So its reply stays open.
         self._request = self._hold = self.client.post(
@@ -231,27 +229,24 @@ class WeightSync:
 
     def begin_push(self, policy_version: int) -> None:
         """Let the connected server take one push. See `push_to_all`."""
-        if self.connection is None:
-            raise ServerLostError(f"the connection to {self.client.base_url} was given up")
         fields = {
             "connection": self.connection,
             "policy_version": policy_version,
             "timeout_s": self.timeout_s,
         }
-        num_bytes = self.plan.body_bytes if self._nccl is None else 0
+        num_bytes = self.plan.num_bytes if self._nccl is None else 0
         path = f"/weight_sync/receive?{urlencode(fields)}"
         self._request = self.client.post(path, None, self.timeout_s, num_bytes)
         self._request.begin()
 
     def send(self, bucket: Tensor) -> None:
-        """Send the next bucket of the plan, packed: (bytes + SUM_BYTES,) uint8."""
+        """Send the next bucket of the plan, packed: (num_bytes,) uint8."""
         nccl, request = self._nccl, self._request
         if nccl is not None:
             self._by_nccl(nccl, lambda: nccl.send(bucket))
         elif request is not None:
-            array: Any = bucket[:-SUM_BYTES].cpu().numpy()  # numpy's types lack the buffer protocol
+            array: Any = bucket.cpu().numpy()  # numpy's types lack the buffer protocol
             request.write(memoryview(array))
-            request.write(memoryview(digest_of(array)))
 
     def finish_push(self) -> None:
         """Return once the server has loaded the weights."""
@@ -288,20 +283,14 @@ class WeightSync:
 
         Raises:
             ServerLostError: the server is gone, has restarted and lost the weights, or our
-                connection was given up.
-            InferenceServerError: another trainer has taken over the server.
+                connection was given up. A new connection shows whether another trainer has it.
         """
-        url = self.client.base_url
         with self._connecting:
             status, connection = self.client.status(), self.connection
-        if connection is None:  # a push has broken; a new connection shows who has the server
-            raise ServerLostError(f"the connection to the inference server at {url} was given up")
-        if status["connection"] is None:
-            raise ServerLostError(f"the inference server at {url} started anew")
-        if status["connection"] != connection:
-            raise InferenceServerError(
-                f"another trainer has connected to the server at {url}; give each run a server of "
-                "its own (vllm_server_port)"
+        if connection is None or status["connection"] != connection:
+            raise ServerLostError(
+                f"the inference server at {self.client.base_url} started anew, or the connection "
+                "to it was given up"
             )
         return status
 

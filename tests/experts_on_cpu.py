@@ -1,46 +1,50 @@
-"""Routed experts on a CPU (`--enable-return-routed-experts`), for router replay without a GPU.
+"""`vf-vllm` on a CPU with `--enable-return-routed-experts`, which vLLM has on a GPU only.
 
-vLLM returns the experts of each token from its second model runner only, which needs Triton. Both
-ends of vLLM's own connector fit the first one too, so these classes join them to it. vf-vllm names
-the classes to vLLM (`--worker-cls`, `--scheduler-cls`), and they go when vLLM has its second model
-runner for CPUs.
+    python -m tests.experts_on_cpu --model MODEL --enable-return-routed-experts
+
+vLLM returns the experts of each token from its second model runner, which needs Triton. Both ends
+of vLLM's own connector fit the first one too, so these classes join them to it:
 
     scheduler  which rows a reply has already ──► worker: begin_step, prepare_output, process_output
                rows of the reply's new tokens ◄──
 """
 
-from __future__ import annotations
+import verifiers_rl  # noqa: F401 (before vLLM, for torchvision)
 
+# isort: split
+from argparse import Namespace
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from verifiers_rl.inference import server
+
 
 class RoutingScheduler(Scheduler):
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args, **options):
         super().__init__(*args, **options)
         self.aux_output_connector = AuxOutputSchedulerConnector()
 
 
 class RoutingWorker(CPUWorker):
-    def init_device(self) -> None:
+    def init_device(self):
         super().init_device()
         self.model_runner = RoutingModelRunner(self.vllm_config, self.device)
 
 
 class RoutingModelRunner(CPUModelRunner):
-    def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **options: Any) -> None:
+    def initialize_kv_cache(self, kv_cache_config, *args, **options):
         super().initialize_kv_cache(kv_cache_config, *args, **options)
         self.experts = get_aux_output_connector(self.model, self.vllm_config, kv_cache_config)
-        self.experts_of_step: Any = None
+        self.experts_of_step = None
 
-    def execute_model(self, scheduled: Any, *args: Any, **options: Any) -> Any:
+    def execute_model(self, scheduled, *args, **options):
         self.experts.begin_step(scheduled.aux_output_connector_metadata)
         output = super().execute_model(scheduled, *args, **options)
         if scheduled.total_num_scheduled_tokens:
@@ -56,7 +60,7 @@ class RoutingModelRunner(CPUModelRunner):
             )
         return output
 
-    def sample_tokens(self, *args: Any, **options: Any) -> Any:
+    def sample_tokens(self, *args, **options):
         output = super().sample_tokens(*args, **options)
         of_step, self.experts_of_step = self.experts_of_step, None
         if of_step is not None:
@@ -66,3 +70,23 @@ class RoutingModelRunner(CPUModelRunner):
             result = getattr(output, "_model_runner_output", output)  # of an asynchronous step
             result.aux_output_connector_output = of_step.process_output()
         return output
+
+
+def with_these_classes(args):
+    """The flags of vLLM, which refuses its own one for experts. Its connector keeps rows by the
+    hashes of prefixes.
+    """
+    module = "tests.experts_on_cpu"
+    classes = {
+        "worker_cls": f"{module}.RoutingWorker",
+        "scheduler_cls": f"{module}.RoutingScheduler",
+    }
+    flags = {"enable_return_routed_experts": False, "enable_prefix_caching": True}
+    return Namespace(**vars(args) | classes | flags)
+
+
+if __name__ == "__main__":
+    fit, make_engine_args = server.fit_to_cpu, AsyncEngineArgs.from_cli_args
+    server.fit_to_cpu = lambda args: fit(with_these_classes(args))
+    AsyncEngineArgs.from_cli_args = lambda args: make_engine_args(with_these_classes(args))
+    server.main()
