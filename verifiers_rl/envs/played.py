@@ -60,8 +60,8 @@ class PlayedEnvironment(V1Environment):
         Raises:
             Exception: whatever the environment's own code raises.
         """
-        slot = self.slot_of(await self.task(split, number))
         async with asyncio.timeout(self.options.timeout_s):
+            slot = self.slot_of(await self.task(split, number))
             episode = await self.env.run_slot(slot, self._context)
         rows = [self._row(trace, number) for trace in trained_traces(episode)]
         return [row for row in rows if row is not None]

@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 import verifiers.v1 as vf
-from verifiers.v1.graph import prepare_turn
 
 from verifiers_rl.data import printable
 from verifiers_rl.envs import v1_changes as v1_changes
@@ -127,16 +126,16 @@ class V1Environment:
     def _take_tasks(self, of_evaluation: vf.Taskset | None) -> None:
         taskset, num_eval_tasks = self.taskset, self.options.num_eval_tasks
         self._tasks: list[vf.Task] | TaskStream
+        self._num_held_out = 0  # tasks at the beginning of a stream
         if taskset.bounded:
             self._tasks = self._eval_tasks = list(self._iterate(taskset))
             tasks = f"{len(self._tasks)} tasks"
         else:
-            num_held_out = 0 if of_evaluation is not None else num_eval_tasks
-            self._eval_tasks = list(itertools.islice(self._iterate(taskset), num_held_out))
-            self._tasks = TaskStream(lambda: self._iterate(taskset), len(self._eval_tasks))
-            num_overlong = self.num_overlong_prompts
-            self._tasks[0]  # raises if there is none
-            self.num_overlong_prompts = num_overlong  # it began at the beginning again
+            self._tasks = TaskStream(partial(self._iterate, taskset))
+            if of_evaluation is None:
+                self._num_held_out = num_eval_tasks
+            self._eval_tasks = [self._tasks[at] for at in range(self._num_held_out)]
+            self._tasks[self._num_held_out]  # raises if there is none
             tasks = "a stream of tasks, in its order"
         if of_evaluation is not None:
             stop = None if of_evaluation.bounded else num_eval_tasks
@@ -181,19 +180,12 @@ class V1Environment:
         return [len(self._tasks if split == "train" else self._eval_tasks)]
 
     async def task(self, split: Split, index: int) -> vf.Task:
-        tasks = self._tasks if split == "train" else self._eval_tasks
-        if not isinstance(tasks, TaskStream):
-            return tasks[index]
-        deadline_s = max(self.options.timeout_s, LOAD_S)
-        try:
-            # On a thread: a resumed run makes all earlier tasks, and a stream may read files.
-            making = call_on_thread(partial(tasks.__getitem__, index))
-            return await asyncio.wait_for(making, deadline_s)
-        except TimeoutError as error:
-            raise InvalidEnvironmentError(
-                f"environment {self.name!r}: task {index} of its stream did not come within "
-                f"{deadline_s:g} s; raise generation_timeout"
-            ) from error
+        if split == "eval":
+            return self._eval_tasks[index]
+        if not isinstance(self._tasks, TaskStream):
+            return self._tasks[index]
+        # On a thread: a resumed run makes all earlier tasks, and a stream may read files.
+        return await call_on_thread(partial(self._tasks.__getitem__, index + self._num_held_out))
 
     async def example(self, split: Split, index: int) -> dict[str, Any]:
         """Return the fields of an example, by their names."""
@@ -222,12 +214,11 @@ class V1Environment:
             InvalidEnvironmentError: the environment is not ready in time.
         """
         is_up = asyncio.get_running_loop().create_future()
-        self._stopping = asyncio.Event()
 
         async def serve() -> None:  # the task that opens a context must also close it
             async with open_shared(self.env.taskset), self.env.serving():
                 is_up.set_result(None)
-                await self._stopping.wait()
+                await asyncio.Event().wait()  # until it is cancelled
 
         self._serving = serving = asyncio.create_task(serve())
         deadline_s = max(self.options.timeout_s, LOAD_S)
@@ -244,7 +235,7 @@ class V1Environment:
 
     async def close(self) -> None:
         if self._serving is not None:
-            self._stopping.set()
+            self._serving.cancel()
             await asyncio.wait([self._serving], timeout=EXIT_S)
 
     async def run_group(self, request: GroupRequest) -> list[Rollout]:
@@ -379,9 +370,9 @@ def restore_replaced(trace: Any, said: Sequence[Said]) -> None:
     replaced = [node.parent for node in trace.nodes if node.sampled and not len(node.token_ids)]
     answered = [trace.nodes[parent].message for parent in replaced]
     kept = {id(node.message) for node in trace.nodes if answered}
-    for messages, tools, response in said if answered else ():
-        if id(response.message) not in kept and messages[-1] in answered:
-            prepare_turn(trace, messages, tools).commit(response)
+    for turn, response in said if answered else ():
+        if id(response.message) not in kept and turn.prompt[-1] in answered:
+            turn.commit(response)
 
 
 def is_cut(trace: Any) -> bool:

@@ -220,7 +220,7 @@ def with_local_chat(env: vf.Env) -> vf.Env:
         if is_unchosen or harness.id in ("null", IN_PROCESS):
             # Refuses what our chat has not, such as the compaction of verifiers 0.4.1's.
             given = {} if is_unchosen else harness.model_dump(exclude_defaults=True)
-            update["harness"] = ChatHarnessConfig(**given | {"id": IN_PROCESS}).of(played)
+            update["harness"] = ChatHarnessConfig(**given | {"id": IN_PROCESS})
         loaded = loaders.harness_class(harness.id)
         is_harmless = bool(update) or not (loaded.EXECUTES_CODE or loaded.NEEDS_CONTAINER)
         default = type(agent).model_fields["runtime"].default
@@ -324,14 +324,12 @@ class TaskStream:
 
     Args:
         iterate: starts the iteration from the beginning.
-        num_skipped: tasks at the beginning that the stream leaves out.
     """
 
-    def __init__(self, iterate: Callable[[], Iterator[vf.Task]], num_skipped: int = 0) -> None:
+    def __init__(self, iterate: Callable[[], Iterator[vf.Task]]) -> None:
         self._iterate = iterate
-        self._num_skipped = num_skipped
         self._tasks: Iterator[vf.Task] = iter(())
-        self._next = -1  # position of the next task from `_tasks`; -1: not begun
+        self._next = ENDLESS  # position of the next task from `_tasks`
         self._kept: dict[int, vf.Task] = {}
         self._lock = threading.Lock()
 
@@ -341,16 +339,14 @@ class TaskStream:
     def __getitem__(self, position: int) -> vf.Task:
         """Return one task. Raises InvalidEnvironmentError if the stream ends before it."""
         with self._lock:
-            if position not in self._kept and not 0 <= self._next <= position:
-                self._tasks = itertools.islice(self._iterate(), self._num_skipped, None)
-                self._next = 0
+            if position not in self._kept and position < self._next:
+                self._tasks, self._next = self._iterate(), 0
             while position not in self._kept:
                 try:
                     self._kept[self._next] = next(self._tasks)
                 except StopIteration:
                     raise InvalidEnvironmentError(
-                        f"the taskset says that it is infinite and ended after "
-                        f"{self._num_skipped + self._next} tasks"
+                        f"the taskset says that it is infinite and ended after {self._next} tasks"
                     ) from None
                 self._next += 1
                 if len(self._kept) > NUM_KEPT:
