@@ -38,7 +38,7 @@ import socket
 import sys
 import traceback
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import fields
 from functools import partial
@@ -92,32 +92,27 @@ class WorkerLostError(RuntimeError):
 _OF_ROLLOUT = [f.name for f in fields(Rollout) if f.name not in ("samples", "error", "record")]
 
 
-class Outbox:
-    """Sends messages. All of one turn of the event loop are written at once: each write gives the
-    interpreter's lock away, and a trainer that computes takes milliseconds to give it back.
+def sender(writer: asyncio.StreamWriter | None = None) -> Callable[..., None]:
+    """Return what sends a message: its content, bytes or an array of bytes, and what its JSON has.
+    Without a connection, messages are lost.
 
-    Attributes:
-        writer: of the connection; None while there is none, and messages are lost.
+    All of one turn of the event loop are written at once: each write gives the interpreter's lock
+    away, and a trainer that computes takes milliseconds to give it back.
     """
+    frames = list[Any]()
 
-    def __init__(self, writer: asyncio.StreamWriter | None = None) -> None:
-        self.writer, self._frames = writer, list[Any]()
+    def flush() -> None:
+        if writer is not None and not writer.is_closing():
+            writer.write(b"".join(frames))
+        frames.clear()
 
-    def send(self, message: Mapping[str, Any], content: bytes | np.ndarray = b"") -> None:
-        """Send a message. `content` may be an array of bytes.
-
-        Raises:
-            TypeError: the message has a value that JSON has no form for.
-        """
+    def send(content: bytes | np.ndarray = b"", /, **message: Any) -> None:
         text = json.dumps(message).encode()
-        if not self._frames:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._frames += [np.array([len(text), len(content)], "<i8"), text, content]
+        if not frames:
+            asyncio.get_running_loop().call_soon(flush)
+        frames.extend((np.array([len(text), len(content)], "<i8"), text, content))
 
-    def _flush(self) -> None:
-        frames, self._frames = self._frames, []
-        if self.writer is not None:
-            self.writer.write(b"".join(frames))
+    return send
 
 
 async def receive(reader: asyncio.StreamReader) -> tuple[dict[str, Any], bytes]:
@@ -132,7 +127,7 @@ async def receive(reader: asyncio.StreamReader) -> tuple[dict[str, Any], bytes]:
 
 
 def pack_group(group: Sequence[Rollout]) -> tuple[dict[str, Any], np.ndarray]:
-    """Return rollouts in a form for `Outbox`: their samples are the bytes. An error becomes its
+    """Return rollouts in a form for `sender`: their samples are the bytes. An error becomes its
     description and its traceback, because its class may be known to this process only.
     """
     samples = [sample for rollout in group for sample in rollout.samples]
@@ -313,7 +308,7 @@ class Worker:
         self._num_deaths = 0  # since it returned a group
         self._silent_s = 0.0  # so long it has said nothing
         self._process: Process | None = None
-        self._outbox = Outbox()
+        self._send = sender()
         self._numbers = itertools.count()
         self.ready: asyncio.Future[list[dict[str, Any]]] = asyncio.Future()
         self.running = asyncio.create_task(self._run())
@@ -363,7 +358,7 @@ class Worker:
         if shutil.which(self._python or sys.executable) is None:
             raise self._error(f"no such program; {HOW_TO_MAKE_PYTHON}")
         process, reader, writer = await start_process(self._python, self._recipes)
-        self._process, self._outbox.writer, self._silent_s = process, writer, 0.0
+        self._process, self._send, self._silent_s = process, sender(writer), 0.0
         watching = asyncio.create_task(self._watch(process))
         said, problem = dict[str, Any](), ""
         try:
@@ -382,7 +377,6 @@ class Worker:
             pass  # it has ended, or what it says is no message
         finally:
             watching.cancel()
-            self._outbox.writer = None
             writer.close()  # makes the process end
             if self.is_blocked or not said:  # it would not notice
                 kill_group(process)
@@ -414,7 +408,7 @@ class Worker:
         try:
             await asyncio.shield(self.ready)
             sent = vars(request) | {"places": None, "progress": None}  # those stay here
-            self._outbox.send({"group": number, "env": env, "request": sent}, task)
+            self._send(task, group=number, env=env, request=sent)
             while True:
                 what = await said.get()
                 if isinstance(what, Exception):
@@ -434,7 +428,7 @@ class Worker:
                     ended[rollout].put_nowait(message["is_lost"])
         finally:
             del self.groups[number]
-            self._outbox.send({"group": number, "cancel": True})  # if it has not ended
+            self._send(group=number, cancel=True)  # if it has not ended
             for place in holding:
                 place.cancel()
 
@@ -445,11 +439,11 @@ class Worker:
         to = {"group": group, "rollout": rollout}
         try:
             async with request.begin(rollout) as session:
-                self._outbox.send({**to, "server": session.url})
+                self._send(**to, server=session.url)
                 async with session.watching():
                     session.is_lost = await ended.get()
         except SessionLostError:
-            self._outbox.send({**to, "is_lost": True})
+            self._send(**to, is_lost=True)
         except Exception as error:  # the group cannot go on, whatever it is
             if group in self.groups:
                 self.groups[group].put_nowait(error)
@@ -599,11 +593,7 @@ async def _serve(
     """
     contain_tasks(asyncio.get_running_loop())
     reader, writer = await asyncio.open_connection(sock=connection)
-    outbox = Outbox(writer)
-
-    def send(**message: Any) -> None:
-        outbox.send(message)
-
+    send = sender(writer)
     facts = []
     try:
         if not problem:
@@ -632,7 +622,7 @@ async def _serve(
         finally:
             del running[number]
         message, content = packed
-        outbox.send({"group": number, **message}, content)
+        send(content, group=number, **message)
 
     try:
         while True:
