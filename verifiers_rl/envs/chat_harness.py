@@ -37,6 +37,14 @@ CHAT, GATE = "/v1/chat/completions", "/tool"  # model calls; questions whether a
 Post = Callable[[str, dict[str, Any]], Awaitable[Any]]
 
 
+def first_messages(data: Any) -> list[dict[str, Any]]:
+    """Return the first prompt of a task's data as messages for a chat template."""
+    messages = [] if not data.system_prompt else [{"role": "system", "content": data.system_prompt}]
+    if isinstance(data.prompt, str):
+        return [*messages, {"role": "user", "content": data.prompt}]
+    return [*messages, *map(message_to_wire, data.prompt or [])]
+
+
 class RefusedError(Exception):
     """The endpoint refuses the next request of the rollout; its status and reason."""
 
@@ -113,14 +121,7 @@ class ChatHarness(Harness[ChatHarnessConfig]):
     async def _chat(
         self, post: Post, model: str, data: Any, tools: Tools, is_gated: bool
     ) -> ProgramResult:
-        system_prompt, prompt = self.resolve_prompt(data)
-        messages: list[dict[str, Any]] = []
-        if system_prompt:
-            messages.append({"role": "system", "content": system_prompt})
-        if isinstance(prompt, str):
-            messages.append({"role": "user", "content": prompt})
-        else:
-            messages += [message_to_wire(message) for message in prompt or []]
+        messages = first_messages(data)
         while True:
             body = {"model": model, "messages": messages}
             if tools.schemas:

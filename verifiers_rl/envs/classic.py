@@ -28,7 +28,7 @@ from verifiers_rl.envs.base import (
     samples_from_turns,
 )
 from verifiers_rl.envs.records import record_of_state, text_of
-from verifiers_rl.envs.rendering import Renderer, as_vllm_renders
+from verifiers_rl.envs.rendering import Renderer
 from verifiers_rl.inference import RolloutSession, ServerClient
 from verifiers_rl.process.limits import FILES_OF_ROLLOUT, raise_open_files
 from verifiers_rl.process.loop_thread import gather_or_cancel, run_contained
@@ -59,8 +59,6 @@ class ClassicEnvironment:
             self._examples = {name: self._without_overlong(split) for name, split in splits.items()}
             if not len(self._examples["train"]):
                 raise ValueError(f"no example; {self.num_overlong_prompts} had overlong prompts")
-            for message in self._examples["train"][0]["prompt"]:
-                as_vllm_renders(dict(message))  # refuses images
         except (ValueError, IndexError) as error:
             raise InvalidEnvironmentError(f"environment {self.name!r}: data: {error}") from error
 
@@ -141,7 +139,7 @@ class ClassicEnvironment:
         """Fill in what is known after scoring: the samples and the reward. Raises ValueError or
         TypeError if the rollout cannot be trained on.
         """
-        turns = [getattr(step["response"], "turn", None) for step in state["trajectory"]]
+        turns: list[Any] = [getattr(step["response"], "turn", None) for step in state["trajectory"]]
         if None in turns:
             raise ValueError("a turn has no reply of the policy, but one of the environment's own")
         # If it just took no turn, it has no sample, and its reward counts.

@@ -23,7 +23,6 @@ from typing import Any
 
 import verifiers.v1 as vf
 from pydantic import ValidationError
-from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.utils import loaders
 from verifiers.v1.utils.prime import ensure_prime_auth
 
@@ -35,7 +34,6 @@ from verifiers_rl.envs.base import (
     module_name,
 )
 from verifiers_rl.envs.chat_harness import IN_PROCESS, ChatHarnessConfig
-from verifiers_rl.envs.rendering import as_vllm_renders
 from verifiers_rl.envs.tools import runs_here
 from verifiers_rl.option_rules import did_you_mean
 
@@ -182,18 +180,12 @@ def _exported_beside(cls: type) -> list[type]:
     """Return the environments and harnesses that are exported with a taskset's class, by its module
     or by the package around that. A script exports nothing, so all that it defines count.
     """
-    own, around = (sys.modules.get(n) for n in (cls.__module__, cls.__module__.partition(".")[0]))
-    exported: list[Any] = []
-    for module in (own, around):
-        if cls not in exported:
-            exported = [getattr(module, name, None) for name in getattr(module, "__all__", ())]
-    if cls not in exported:
-        defined = vars(own).items() if own else ()
-        exported = [
-            c
-            for name, c in defined
-            if name[0] != "_" and getattr(c, "__module__", "") == cls.__module__
-        ]
+    name = cls.__module__
+    own, around = sys.modules.get(name), sys.modules.get(name.partition(".")[0])
+    ways = [[getattr(m, n, None) for n in getattr(m, "__all__", ())] for m in (own, around)]
+    defined = vars(own).items() if own else ()
+    ways.append([c for n, c in defined if n[0] != "_" and getattr(c, "__module__", "") == name])
+    exported = next((way for way in ways if cls in way), [])
     return [c for c in exported if isinstance(c, type) and issubclass(c, vf.Env | vf.Harness)]
 
 
@@ -223,8 +215,7 @@ def with_local_chat(env: vf.Env) -> vf.Env:
             update["harness"] = ChatHarnessConfig(**given | {"id": IN_PROCESS})
         loaded = loaders.harness_class(harness.id)
         is_harmless = bool(update) or not (loaded.EXECUTES_CODE or loaded.NEEDS_CONTAINER)
-        default = type(agent).model_fields["runtime"].default
-        is_default = agent.runtime.model_dump() == default.model_dump()
+        is_default = agent.runtime == type(agent).model_fields["runtime"].default
         if is_default and is_harmless and not needs_container:
             update["runtime"] = vf.SubprocessConfig()
         elif agent.runtime.type == "prime":
@@ -286,23 +277,6 @@ def describe(env: vf.Env) -> str:
 
 
 # --- Tasks ----------------------------------------------------------------------------------------
-
-
-def first_messages(task: vf.Task) -> list[dict[str, Any]]:
-    """Return the first prompt as messages for a chat template. Raises InvalidEnvironmentError if it
-    has an image.
-    """
-    data, prompt = task.data, task.data.prompt
-    messages = [] if not data.system_prompt else [{"role": "system", "content": data.system_prompt}]
-    if isinstance(prompt, str):
-        return [*messages, {"role": "user", "content": prompt}]
-    messages += [message_to_wire(message) for message in prompt or []]
-    try:
-        for message in messages:
-            as_vllm_renders(message)
-    except ValueError as error:
-        raise InvalidEnvironmentError(f"task {data.idx}: {error}") from error
-    return messages
 
 
 def without_tasks(taskset: vf.Taskset) -> vf.Taskset:
