@@ -129,7 +129,7 @@ def sample_of_packed_reply(reply: bytes) -> Any:
 
 def frame_from_worker(token_ids: np.ndarray, logprobs: np.ndarray) -> bytes:
     """A rollout as a worker process sends it; the work until here is the worker's."""
-    from verifiers_rl.envs.workers import Outbox, pack_group
+    from verifiers_rl.envs.workers import pack_group, sender
     from verifiers_rl.types import Rollout
 
     sample = sample_of_packed_reply(packed_reply(token_ids, logprobs))
@@ -137,9 +137,8 @@ def frame_from_worker(token_ids: np.ndarray, logprobs: np.ndarray) -> bytes:
     written = bytearray()
 
     async def send() -> None:
-        Outbox(cast(Any, SimpleNamespace(write=written.extend))).send(
-            {"group": 0, **packed}, arrays
-        )
+        writer = SimpleNamespace(write=written.extend, is_closing=bool)
+        sender(cast(Any, writer))(arrays, group=0, **packed)
         await asyncio.sleep(0)  # what is sent in a turn of the loop is written behind it
 
     asyncio.run(send())

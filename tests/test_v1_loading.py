@@ -160,11 +160,11 @@ def test_a_stream_keeps_few_tasks_in_memory_and_makes_each_once():
             made.append(i)
             yield i
 
-    stream = TaskStream(iterate, num_skipped=10)
+    stream = TaskStream(iterate)
     for position in (0, 5, NUM_KEPT + 100, NUM_KEPT + 50):
-        assert stream[position] == position + 10
-    assert len(stream._kept) == NUM_KEPT and len(made) == NUM_KEPT + 111
-    assert stream[5] == 15 and len(made) == NUM_KEPT + 111 + 16  # begun anew
+        assert stream[position] == position
+    assert len(stream._kept) == NUM_KEPT and len(made) == NUM_KEPT + 101
+    assert stream[5] == 5 and len(made) == NUM_KEPT + 101 + 6  # begun anew
 
 
 def test_a_stream_that_ends_says_after_how_many_tasks():

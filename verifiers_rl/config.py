@@ -371,8 +371,7 @@ class RLConfig(TrainingArguments):
 
     # --- Sampling ---------------------------------------------------------------------------------
     max_tokens: PositiveInt | None = None
-    """Longest reply of one turn, in tokens. None: the reply may fill max_seq_len, or in classic
-    environments the server's max_model_len."""
+    """Longest reply of one turn, in tokens. None: the reply may fill max_seq_len."""
     temperature: Annotated[float, Field(ge=0.01, le=2)] = 0.7
     """Sampling temperature. The trainer computes its logprobs at the same temperature. vLLM takes a
     lower one than 0.01 for 0.01."""

@@ -265,18 +265,15 @@ async def run_groups(
     unused = iter(enumerate(examples))
     complete: dict[int, tuple[list[Rollout], bool]] = {}
 
-    async def fill(place: int, example: int) -> None:
-        while True:
+    async def fill_place() -> None:
+        for number, example in unused:
             group = await run(example)
-            complete[place] = group, (is_good := passes(group))
+            complete[number] = group, (is_good := passes(group))
             if is_good or asyncio.get_running_loop().time() > replace_until:
                 return
-            if (following := next(unused, None)) is None:
-                return
-            place, example = following
 
-    await gather_or_cancel(fill(*next(unused)) for _ in range(num_groups))
-    return [complete[place] for place in sorted(complete)]
+    await gather_or_cancel(fill_place() for _ in range(num_groups))
+    return [complete[number] for number in sorted(complete)]
 
 
 async def while_served(rollouts: Awaitable[Any], check_server: Callable[[], None]) -> Any:

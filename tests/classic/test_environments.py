@@ -15,8 +15,8 @@ from datasets import Dataset
 
 from tests.serving import chat_reply, serving
 from verifiers_rl.data import describe_error
-from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
-from verifiers_rl.envs.classic import ClassicEnvironment, samples_from_trajectory
+from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions, samples_from_turns
+from verifiers_rl.envs.classic import ClassicEnvironment
 from verifiers_rl.envs.made_there import make_environment
 from verifiers_rl.inference.packed_tokens import pack_sampled, unpack_ids
 from verifiers_rl.process.loop_thread import contain_tasks
@@ -26,14 +26,9 @@ from verifiers_rl.requests import GroupRequest, Places
 
 
 def turn(prompt, completion, logprobs=None, **of_reply):
-    """A step of a trajectory, with what its reply says of its tokens."""
+    """A turn, with what its reply says of its tokens."""
     reply = SimpleNamespace(**{"policy_versions": None, "mask": None, "experts": None} | of_reply)
-    names = ("prompt_ids", "completion_ids", "completion_logprobs")
-    tokens = (prompt, completion, logprobs or [-float(token) for token in completion])
-    return {
-        "tokens": dict(zip(names, tokens, strict=True)),
-        "response": SimpleNamespace(reply=reply),
-    }
+    return prompt, completion, logprobs or [-float(token) for token in completion], reply
 
 
 def test_turns_that_extend_the_tokens_merge_and_tokens_carry_what_sampled_them():
@@ -43,14 +38,14 @@ def test_turns_that_extend_the_tokens_merge_and_tokens_carry_what_sampled_them()
         turn([1, 2, 3, 4, 9], [5], experts=first),
         turn([1, 2, 3, 4, 9, 5], [6], experts=second),
     ]
-    (sample,) = samples_from_trajectory(steps, policy_version=7)
+    (sample,) = samples_from_turns(steps, policy_version=7)
     assert sample.token_ids.tolist() == [1, 2, 3, 4, 9, 5, 6]
     assert sample.loss_mask.tolist() == [False, True, True, True, False, True, True]
     assert sample.inference_logprobs.tolist() == [0.0, -2.0, -3.0, -4.0, 0.0, -5.0, -6.0]
     assert sample.policy_versions.tolist() == [-1, 3, 3, 4, -1, 7, 7]
     # A later reply adds the experts of its own tokens only.
     assert sample.extras["routed_experts"].ravel().tolist() == [1, 1, 1, 1, 2, 2, -1]
-    (trained,) = samples_from_trajectory(steps, 7, mask_env_responses=False)
+    (trained,) = samples_from_turns(steps, 7, mask_env_responses=False)
     assert trained.loss_mask.tolist() == [False, *[True] * 6]
     assert np.isnan(trained.inference_logprobs[4])
     assert trained.policy_versions.tolist() == sample.policy_versions.tolist()
@@ -58,7 +53,7 @@ def test_turns_that_extend_the_tokens_merge_and_tokens_carry_what_sampled_them()
 
 def test_a_turn_that_rewrites_the_past_starts_a_new_sample():
     steps = [turn([1], [2, 3]), turn([1, 2, 9], [4]), turn([1, 2, 9, 4], [5])]
-    first, second = samples_from_trajectory(steps, 0)
+    first, second = samples_from_turns(steps, 0)
     assert (first.token_ids.tolist(), second.token_ids.tolist()) == ([1, 2, 3], [1, 2, 9, 4, 5])
     # Each sampled token is trained exactly once.
     assert first.token_ids[first.loss_mask].tolist() == [2, 3]
@@ -70,12 +65,11 @@ def test_a_turn_that_rewrites_the_past_starts_a_new_sample():
     [
         (turn([1], [2, 3], [-1.0]), "turn 0: 2 tokens but 1 logprobs"),
         (turn([1], [2], [math.nan]), "logprob of a sampled token is NaN or infinite"),
-        ({"tokens": None}, "turn 0: the server returned no token ids"),
     ],
 )
 def test_turns_without_a_logprob_of_each_token_are_refused(step, message):
     with pytest.raises(ValueError, match=message):
-        samples_from_trajectory([step], 0)
+        samples_from_turns([step], 0)
 
 
 # --- Rollouts -------------------------------------------------------------------------------------
@@ -117,8 +111,9 @@ class Server:
         body, content = await request.json(), await self.say()
         self.requests.append((request.path, body))
         token_ids = [*self.tokenizer.encode(content), self.tokenizer.eos_token_id]
-        n = len(token_ids)
-        reply = chat_reply(content, logprobs={"content": []})
+        finish = "stop" if len(token_ids) <= body["max_tokens"] else "length"
+        n = len(token_ids := token_ids[: body["max_tokens"]])
+        reply = chat_reply(content, finish, logprobs={"content": []})
         mask = np.ones(n, int), np.array(token_ids)
         reply["packed_tokens"] = pack_sampled(token_ids, np.full(n, -0.5), mask)
         return web.json_response(reply, headers={"X-Policy-Versions": "0:5,1:6"})
@@ -168,8 +163,8 @@ def test_tokens_are_exact_with_their_versions_and_sampling_options(play, tokeniz
     assert len(requests) == 4
     for path, body in requests:
         assert path == "/v1/chat/completions/tokens"
-        limit = body.get("max_tokens") or body["max_completion_tokens"]
-        assert (body["temperature"], body["presence_penalty"], limit) == (1.5, 0.5, 9)
+        asked = body["temperature"], body["presence_penalty"], body["max_tokens"]
+        assert asked == (1.5, 0.5, 9)
         assert body["top_k"] == 7 and body["min_tokens"] == 1
     for rollout in rollouts:
         assert rollout.error is None and rollout.num_turns == 2 and rollout.reward == 3.0
@@ -237,8 +232,9 @@ def test_a_timeout_is_that_of_who_set_it(play):
 
 
 def test_max_seq_len_cuts_and_marks_as_truncated(play):
-    rollouts, _ = play(make_env(), "x" * 100, max_seq_len=64)
-    assert all(r.is_truncated and len(r.samples[0].token_ids) == 64 for r in rollouts)
+    rollouts, requests = play(make_env(), "x" * 100, max_seq_len=8)
+    assert {body["max_tokens"] for _, body in requests} == {3}
+    assert all(r.is_truncated and len(r.samples[0].token_ids) == 8 for r in rollouts)
 
 
 # --- Examples -------------------------------------------------------------------------------------

@@ -143,8 +143,7 @@ def versions_of_tokens(spans: Sequence[tuple[int, int]], num_tokens: int) -> np.
     pairs in order.
     """
     starts, versions = np.array(spans, np.int32).reshape(-1, 2).T
-    ends = np.minimum(np.append(starts[1:], num_tokens), num_tokens)
-    return np.repeat(versions, np.diff(ends, prepend=0))
+    return np.repeat(versions, np.diff(starts, append=num_tokens))
 
 
 def samples_from_turns(
@@ -187,7 +186,7 @@ def samples_from_turns(
         logprobs += [math.nan if trains_added else 0.0] * num_added + list(new_logprobs)
         spans = versions_of_reply(reply, policy_version)
         versions += [-1] * num_added + versions_of_tokens(spans, num).tolist()
-        allowed = allowed_tokens(*reply.mask)[:num] if reply.mask else None
+        allowed = allowed_tokens(*reply.mask) if reply.mask else None
         masks += [(num_added, None), (num, allowed)]
         if reply.experts is not None:  # of the tokens before, too: the first time sampled them
             own = reply.experts[sum(num for num, _ in experts) : len(token_ids)]

@@ -16,15 +16,14 @@ import json
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any, Self
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import aiohttp
 from aiohttp import web
 from aiohttp.http import HttpVersion11, RawRequestMessage
 from multidict import CIMultiDict, CIMultiDictProxy
-from pydantic import PrivateAttr
-from verifiers.v1 import Env, Harness, HarnessConfig, ProgramResult
+from verifiers.v1 import Harness, HarnessConfig, ProgramResult
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harness import HarnessSession
 from yarl import URL
@@ -38,18 +37,20 @@ CHAT, GATE = "/v1/chat/completions", "/tool"  # model calls; questions whether a
 Post = Callable[[str, dict[str, Any]], Awaitable[Any]]
 
 
+def first_messages(data: Any) -> list[dict[str, Any]]:
+    """Return the first prompt of a task's data as messages for a chat template."""
+    messages = [] if not data.system_prompt else [{"role": "system", "content": data.system_prompt}]
+    if isinstance(data.prompt, str):
+        return [*messages, {"role": "user", "content": data.prompt}]
+    return [*messages, *map(message_to_wire, data.prompt or [])]
+
+
 class RefusedError(Exception):
     """The endpoint refuses the next request of the rollout; its status and reason."""
 
 
 class ChatHarnessConfig(HarnessConfig):
     id: str = IN_PROCESS
-    _env: Env | None = PrivateAttr(None)
-
-    def of(self, env: Env) -> Self:
-        """Make it the config of an agent of this environment, which has the endpoint."""
-        self._env = env
-        return self
 
 
 class ChatHarness(Harness[ChatHarnessConfig]):
@@ -87,12 +88,12 @@ class ChatHarness(Harness[ChatHarnessConfig]):
         data: Any,
         tool_interception_url: str | None = None,
     ) -> ProgramResult:
-        runner, tools = self._endpoint_of(secret), Tools(self.config.tool_timeout, trace)
+        runner, tools = self._endpoint_of(trace, secret), Tools(self.config.tool_timeout, trace)
         try:
             async with AsyncExitStack() as stack:
                 if runner is not None:
                     post = post_in_memory(runner, secret)
-                else:  # verifiers' own commands play it too
+                else:  # verifiers' own commands and `vf-rl generate` play it too
                     http = await stack.enter_async_context(aiohttp.ClientSession())
                     post = partial(post_over_http, http, endpoint.removesuffix("/v1"), secret)
                 await tools.connect_all(stack, mcp_urls)
@@ -106,11 +107,12 @@ class ChatHarness(Harness[ChatHarnessConfig]):
                 error = error.exceptions[0]
             raise error from None
 
-    def _endpoint_of(self, secret: str) -> web.AppRunner | None:
+    def _endpoint_of(self, trace: Any, secret: str) -> web.AppRunner | None:
         """Return the interception server at which a rollout with this secret is registered; None
-        if that is not one of our environment's.
+        if that is not one of a run's, which `v1_client.TokenClientConfig` knows.
         """
-        serving = getattr(self.config._env, "_interception", None)
+        of_run = getattr(trace.agent.config.client, "_runner", None)
+        serving = of_run and of_run.env._interception
         for server in getattr(serving, "servers", [serving]):
             if secret in getattr(server, "sessions", ()):
                 return server.runner
@@ -119,14 +121,7 @@ class ChatHarness(Harness[ChatHarnessConfig]):
     async def _chat(
         self, post: Post, model: str, data: Any, tools: Tools, is_gated: bool
     ) -> ProgramResult:
-        system_prompt, prompt = self.resolve_prompt(data)
-        messages: list[dict[str, Any]] = []
-        if system_prompt:
-            messages.append({"role": "system", "content": system_prompt})
-        if isinstance(prompt, str):
-            messages.append({"role": "user", "content": prompt})
-        else:
-            messages += [message_to_wire(message) for message in prompt or []]
+        messages = first_messages(data)
         while True:
             body = {"model": model, "messages": messages}
             if tools.schemas:

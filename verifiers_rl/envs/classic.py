@@ -1,22 +1,24 @@
 """Classic environments: `verifiers.Environment`, which verifiers has up to 0.3. This module runs in
 the rollout workers of a Python that has that verifiers (`python = ...`), and nowhere else.
 
-Model calls go through verifiers' client of chats, on our HTTP transport, which makes tokens of
-messages with the tokenizer here: the tokens so far, unchanged, and those of new messages.
+`_Client` stands in for verifiers' client of chats. It makes tokens of messages with the tokenizer
+here: the tokens so far, unchanged, and those of new messages.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import httpx
-from verifiers.legacy.clients import OpenAIChatCompletionsClient
+from openai.types.chat import ChatCompletion
+from verifiers.legacy.clients.openai_chat_completions_client import (
+    OpenAIChatCompletionsClient,
+    handle_openai_overlong_prompt,
+)
+from verifiers.legacy.errors import OverlongPromptError
 from verifiers.legacy.utils.async_utils import maybe_call_with_named_args
 
 from verifiers_rl.envs.base import (
@@ -26,38 +28,14 @@ from verifiers_rl.envs.base import (
     samples_from_turns,
 )
 from verifiers_rl.envs.records import record_of_state, text_of
-from verifiers_rl.envs.rendering import Renderer, as_vllm_renders
-from verifiers_rl.inference import ChatReply, RolloutSession, ServerClient
+from verifiers_rl.envs.rendering import Renderer
+from verifiers_rl.inference import RolloutSession, ServerClient
 from verifiers_rl.process.limits import FILES_OF_ROLLOUT, raise_open_files
 from verifiers_rl.process.loop_thread import gather_or_cancel, run_contained
 from verifiers_rl.requests import GroupRequest
-from verifiers_rl.types import Rollout, Sample, Split
+from verifiers_rl.types import Rollout, Split
 
 logger = logging.getLogger(__name__)
-
-
-# --- From turns to samples ------------------------------------------------------------------------
-
-
-def samples_from_trajectory(
-    steps: Sequence[dict[str, Any]], policy_version: int, mask_env_responses: bool = True
-) -> list[Sample]:
-    """Do as `base.samples_from_turns`.
-
-    Args:
-        steps: the trajectory. Each has `tokens`, and a `response` with what `_Client` adds.
-
-    Raises:
-        ValueError: a step has no token ids, or its numbers of tokens and logprobs differ.
-    """
-    turns = []
-    for turn, step in enumerate(steps):
-        if (tokens := step["tokens"]) is None:
-            raise ValueError(f"turn {turn}: the server returned no token ids or logprobs")
-        reply = getattr(step.get("response"), "reply", ChatReply({}))  # verifiers may have cut it
-        names = ("prompt_ids", "completion_ids", "completion_logprobs")
-        turns.append((*(tokens[name] for name in names), reply))
-    return samples_from_turns(turns, policy_version, mask_env_responses)
 
 
 # --- Rollouts -------------------------------------------------------------------------------------
@@ -65,7 +43,6 @@ def samples_from_trajectory(
 
 class ClassicEnvironment:
     """A classic `verifiers.Environment` or `EnvGroup` in a rollout worker, with its examples.
-    `verifiers` cuts a sequence at `max_seq_len`, and marks it as truncated.
 
     Raises:
         InvalidEnvironmentError: its dataset cannot be read, or no training example is left.
@@ -82,8 +59,6 @@ class ClassicEnvironment:
             self._examples = {name: self._without_overlong(split) for name, split in splits.items()}
             if not len(self._examples["train"]):
                 raise ValueError(f"no example; {self.num_overlong_prompts} had overlong prompts")
-            for message in self._examples["train"][0]["prompt"]:
-                as_vllm_renders(dict(message))  # refuses images
         except (ValueError, IndexError) as error:
             raise InvalidEnvironmentError(f"environment {self.name!r}: data: {error}") from error
 
@@ -106,9 +81,9 @@ class ClassicEnvironment:
 
     async def open(self) -> None:
         """Make the connections, on the event loop that will use them."""
-        self._route = _Route(f"{self.options.base_url}/v1", self.options.timeout_s)
-        self._route.renderer = Renderer(self.options.tokenizer)
-        self.close = self._route.close
+        self._http = ServerClient(f"{self.options.base_url}/v1", self.options.timeout_s)
+        self._renderer = Renderer(self.options.tokenizer)
+        self.close = self._http.close
 
     async def run_group(self, request: GroupRequest) -> list[Rollout]:
         """Roll out and score one row of the dataset. An error fails only its own rollout.
@@ -121,14 +96,13 @@ class ClassicEnvironment:
 
         async def play(number: int, session: RolloutSession) -> list[Rollout]:
             rollout = Rollout(request.index, text_of(row["prompt"][-1:]), env=self.name)
-            client = _Client(self._route.of_rollout(session))
+            http = self._http.of_rollout(session)
+            client = _Client(http, self._renderer, self.options.max_seq_len)
             sampling = {**request.sampling_args}
-            # verifiers' clients pass all of extra_body on, and drop some of the others.
-            options = {"extra_body": sampling | sampling.pop("extra_body", {})}
             start, states[number] = time.monotonic(), None
             try:
                 async with session.limited(request.timeout_s):
-                    playing = self.env.rollout(row, client, request.model, options)
+                    playing = self.env.rollout(row, client, request.model, sampling)
                     states[number] = state = await run_contained(playing)
                 rollout.generation_s = time.monotonic() - start
                 rollout.record, rollout.error = record_of_state(state), state.get("error")
@@ -165,18 +139,18 @@ class ClassicEnvironment:
         """Fill in what is known after scoring: the samples and the reward. Raises ValueError or
         TypeError if the rollout cannot be trained on.
         """
-        masks_env = self.options.mask_env_responses
-        samples = samples_from_trajectory(state["trajectory"], policy_version, masks_env)
-        has_sampled = any((sample.policy_versions >= 0).any() for sample in samples)
+        turns: list[Any] = [getattr(step["response"], "turn", None) for step in state["trajectory"]]
+        if None in turns:
+            raise ValueError("a turn has no reply of the policy, but one of the environment's own")
         # If it just took no turn, it has no sample, and its reward counts.
-        if not has_sampled and (samples or state.get("prompt_too_long")):
-            raise ValueError(
-                "no token was sampled: the prompt and max_tokens exceed the server's max_model_len"
-            )
+        if not turns and state.get("prompt_too_long"):
+            raise ValueError("no token was sampled: the prompt fills max_seq_len")
+        masks_env = self.options.mask_env_responses
+        samples = samples_from_turns(turns, policy_version, masks_env)
         rollout.samples, rollout.reward = samples, finite_reward(state["reward"])
         rollout.completion = text_of(state["completion"])
         rollout.metrics = {name: float(value) for name, value in (state["metrics"] or {}).items()}
-        rollout.num_turns = len(state["trajectory"])
+        rollout.num_turns = len(turns)
         rollout.is_truncated = bool(state["is_truncated"])
 
 
@@ -203,7 +177,7 @@ def _keep_reward_errors(rubric: Any) -> None:
     rubric._call_group_reward_func = partial(call, rubric.group_score_objects)
 
 
-# --- Clients --------------------------------------------------------------------------------------
+# --- The client -----------------------------------------------------------------------------------
 
 
 def _plain(message: Any) -> dict[str, Any]:
@@ -212,75 +186,63 @@ def _plain(message: Any) -> dict[str, Any]:
     return {name: message[name] for name in fields if message.get(name)}
 
 
-class _Route(ServerClient):
-    """Sends the requests of verifiers' client to the token route of `vf-vllm`: messages become
-    tokens here.
-
-    Attributes:
-        renderer: makes tokens of messages.
-        replies: of the rollout, by their ids.
-    """
-
-    renderer: Renderer
-    replies: dict[str, ChatReply]
-    _turns: list[tuple[list[Any], list[int]]]  # each turn's messages with its reply; their tokens
-
-    def of_rollout(self, session: RolloutSession) -> _Route:
-        route = super().of_rollout(session)
-        route.replies, route._turns = {}, []
-        return route
-
-    async def post(self, path: str, *, cast_to: Any, **kwargs: Any) -> Any:
-        if cast_to is not httpx.Response:  # of the environment's own code
-            return await super().post(path, cast_to=cast_to, **kwargs)
-        body = kwargs["body"]
-        prompt = self._prompt_of(body)
-        reply = await self.reply_to(body, prompt, is_first=not self._turns)
-        completion = reply.completion
-        self.replies[completion["id"]] = reply
-        (choice,) = completion["choices"]
-        token_ids, logprobs = (values.tolist() for values in reply.sampled)
-        if choice["finish_reason"] != "length":  # what ends the reply is among its tokens
-            said = [*map(_plain, [*body["messages"], choice["message"]])]
-            self._turns.append((said, prompt + token_ids))
-        # As the client reads them.
-        content = [
-            {"token": f"token_id:{token}", "logprob": logprob, "top_logprobs": []}
-            for token, logprob in zip(token_ids, logprobs, strict=True)
-        ]
-        choice |= {"token_ids": token_ids, "logprobs": {"content": content}}
-        completion |= {"prompt_token_ids": prompt, "request_id": completion["id"]}
-        return httpx.Response(200, content=json.dumps(completion).encode())
-
-    def _prompt_of(self, body: dict[str, Any]) -> list[int]:
-        """Return the tokens so far and those of new messages, or all of them rendered. Raises
-        jinja2.TemplateError or ValueError if they cannot be.
-        """
-        template = {"tools": body.get("tools"), **body.get("chat_template_kwargs", {})}
-        messages = [_plain(message) for message in body["messages"]]
-        for said, tokens in reversed(self._turns):
-            num_new = len(messages) - len(said)
-            if num_new > 0 and messages[: len(said)] == said:
-                extended = self.renderer.extend(tokens, body["messages"], num_new, **template)
-                if extended is not None:
-                    return extended
-        return self.renderer.render(body["messages"], **template)
-
-
 class _Client(OpenAIChatCompletionsClient):
-    """Keeps also what the server says of a reply's tokens, and accepts empty replies.
+    """Sends the model calls of one rollout to the token route of `vf-vllm`. It ends a sequence at
+    `max_seq_len`, keeps in `turn` of a response what `samples_from_turns` needs, and accepts empty
+    replies.
 
     A policy that ends its turn at once has sampled a token like any other, and must be able to
     unlearn it. The stock client raises EmptyModelResponseError for such a reply, which would remove
     the rollout from the batch.
     """
 
+    def __init__(self, http: ServerClient, renderer: Renderer, max_seq_len: int) -> None:
+        super().__init__(http)
+        self._renderer, self._max_seq_len = renderer, max_seq_len
+        self._turns: list[tuple[list[Any], list[int]]] = []  # messages with the reply; their tokens
+
+    @handle_openai_overlong_prompt
+    async def get_native_response(
+        self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **_: Any
+    ) -> Any:
+        """Return the messages and their tokens with the `ChatReply`."""
+        body = {**sampling_args, "model": model}
+        body |= body.pop("extra_body", {})
+        if tools:
+            body["tools"] = tools
+        prompt_ids = self._prompt_ids(prompt, body)
+        if (room := self._max_seq_len - len(prompt_ids)) < 1:
+            raise OverlongPromptError
+        body["max_tokens"] = min(body.get("max_tokens") or room, room)
+        reply = await self.client.reply_to(body, prompt_ids, is_first=not self._turns)
+        return prompt, prompt_ids, reply
+
+    def _prompt_ids(self, messages: list[Any], body: dict[str, Any]) -> list[int]:
+        """Return the tokens so far and those of new messages, or all of them rendered. Raises
+        jinja2.TemplateError or ValueError if they cannot be.
+        """
+        template = {"tools": body.get("tools"), **body.get("chat_template_kwargs", {})}
+        plain = [*map(_plain, messages)]
+        for said, tokens in reversed(self._turns):
+            num_new = len(plain) - len(said)
+            if num_new > 0 and plain[: len(said)] == said:
+                extended = self._renderer.extend(tokens, messages, num_new, **template)
+                if extended is not None:
+                    return extended
+        return self._renderer.render(messages, **template)
+
     async def raise_from_native_response(self, response: Any) -> None:
         """Accept it."""
 
     async def from_native_response(self, response: Any) -> Any:
-        parsed = await super().from_native_response(response)
-        parsed.reply = self.client.replies.pop(parsed.id)
-        if parsed.message.content is None and not parsed.message.tool_calls:
-            parsed.message.content = ""
+        messages, prompt_ids, reply = response
+        completion = ChatCompletion.model_validate(reply.completion)
+        parsed, (choice,) = await super().from_native_response(completion), completion.choices
+        token_ids, logprobs = (values.tolist() for values in reply.sampled)
+        if choice.finish_reason != "length":  # what ends the reply is among its tokens
+            said = [*messages, reply.completion["choices"][0]["message"]]
+            self._turns.append(([*map(_plain, said)], prompt_ids + token_ids))
+        parsed.turn, message = (prompt_ids, token_ids, logprobs, reply), parsed.message
+        if message.content is None and not message.tool_calls:
+            message.content = ""
         return parsed

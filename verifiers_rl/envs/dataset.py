@@ -16,9 +16,9 @@ import verifiers.v1 as vf
 from pydantic import ValidationError
 
 from verifiers_rl.envs.base import InvalidEnvironmentError, finite_reward, samples_from_turns
+from verifiers_rl.envs.chat_harness import first_messages
 from verifiers_rl.envs.records import message_of, text_of
 from verifiers_rl.envs.v1 import V1Environment
-from verifiers_rl.envs.v1_loading import first_messages
 from verifiers_rl.inference import RolloutSession, ServerClient
 from verifiers_rl.json_text import as_json
 from verifiers_rl.option_rules import did_you_mean
@@ -142,7 +142,7 @@ class DatasetEnvironment(V1Environment):
     async def _play(
         self, task: Any, request: GroupRequest, session: RolloutSession
     ) -> list[Rollout]:
-        prompt, begun_at, turns = first_messages(task), time.time(), []
+        prompt, begun_at, turns = first_messages(task.data), time.time(), []
         rollout = Rollout(0, task.data.prompt_text, role="agent")
         messages = [*map(message_of, prompt)]
         try:

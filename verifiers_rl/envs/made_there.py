@@ -36,14 +36,11 @@ def make_environment(recipe: Mapping[str, Any]) -> Any:
         from verifiers_rl.envs.v1_loading import load_v1_environment
 
         return V1Environment(load_v1_environment(table, *folders), options)
-    if "taskset" in table:
-        raise InvalidEnvironmentError(
-            f"a taskset needs verifiers 0.4 or later, and this Python has {version('verifiers')}"
-        )
     if unknown := sorted(table.keys() - {"id", "args"}):
         raise InvalidEnvironmentError(
             f"unknown keys: {', '.join(unknown)}; a classic environment has id and args, the "
-            "arguments of its load_environment"
+            "arguments of its load_environment, and a taskset needs verifiers 0.4 or later; this "
+            f"Python has {version('verifiers')}"
         )
     from verifiers_rl.envs.classic import ClassicEnvironment
 

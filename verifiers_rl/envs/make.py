@@ -143,14 +143,7 @@ def _runner(one: WeightedEnv, options: RunnerOptions) -> Any:
         env = load_v1_environment({"id": env})
     if type(env) is ExampleTaskset:  # others have an agent
         return DatasetEnvironment(env, options)
-    if V1Environment.can_run(env):
-        return V1Environment(env, options)
-    if isinstance(env, type):
-        what = f"the class {env.__name__}; make an object of it, {env.__name__}(config)"
-    raise InvalidEnvironmentError(
-        f"environment {one.name!r}: expected an Env or a Taskset of verifiers.v1, got {what}. "
-        "Prompts and a reward function become one by env_from(prompts, reward)"
-    )
+    return V1Environment(env, options)
 
 
 def make_runner(
@@ -226,10 +219,8 @@ def make_runner(
     for names in biased - {""}:
         logger.warning(
             "%s: the server samples from another distribution than the trainer's softmax; "
-            "importance ratios will be off, watch mismatch_kl%s",
+            "importance ratios will be off, watch mismatch_kl; sampling_mask = true makes up for "
+            "top_p, top_k and min_p",
             names,
-            "; sampling_mask = true makes up for top_p, top_k and min_p"
-            if {"top_p", "top_k", "min_p"} & {*names.split(", ")}
-            else "",
         )
     return Environments(parts)

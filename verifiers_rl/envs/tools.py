@@ -117,11 +117,11 @@ class LocalUrl(str):
     """
 
     toolset: Any
-    shared: LocalServer | None
+    shared: LocalServer | None = None
 
     def __new__(cls, toolset: Any) -> LocalUrl:
         url = super().__new__(cls, f"in-process:{type(toolset).__name__}")
-        url.toolset, url.shared = toolset, None
+        url.toolset = toolset
         return url
 
 
@@ -164,27 +164,21 @@ def runs_here(toolset: Any) -> bool:
 def with_local_urls(owner: Any) -> Any:
     """Return a copy of a task or a taskset whose toolsets have `LocalUrl`s."""
 
-    def toolsets(config: Any) -> list[Any]:
-        seen = [*map(copy.copy, owner.toolsets(config))]
-        for toolset in filter(runs_here, seen):
-            toolset.config = toolset.config.model_copy(update={"url": LocalUrl(copy.copy(toolset))})
-        return seen
-
+    toolsets = [*map(copy.copy, owner.toolsets(owner.config))]
+    for toolset in filter(runs_here, toolsets):
+        toolset.config = toolset.config.model_copy(update={"url": LocalUrl(copy.copy(toolset))})
     seen = copy.copy(owner)
-    seen.toolsets = toolsets  # hides the class's
+    seen.toolsets = lambda config: toolsets  # hides the class's
     return seen
 
 
 @asynccontextmanager
 async def open_shared(taskset: Any) -> AsyncIterator[None]:
     """Hold the toolsets of a taskset that rollouts share and that have `LocalUrl`s."""
-    toolsets = taskset.toolsets(taskset.config)
-    urls = [url for toolset in toolsets if isinstance(url := toolset.config.url, LocalUrl)]
-    if urls:
-        taskset.toolsets = lambda config: toolsets  # rollouts find the tools in their urls
     async with AsyncExitStack() as stack:
-        for url in urls:
-            url.shared = await stack.enter_async_context(open_tools(url.toolset))
+        for toolset in taskset.toolsets(taskset.config):
+            if isinstance(url := toolset.config.url, LocalUrl):
+                url.shared = await stack.enter_async_context(open_tools(url.toolset))
         yield
 
 

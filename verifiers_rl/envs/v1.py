@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 import verifiers.v1 as vf
-from verifiers.v1.graph import prepare_turn
 
 from verifiers_rl.data import printable
 from verifiers_rl.envs import v1_changes as v1_changes
@@ -38,8 +37,9 @@ from verifiers_rl.envs.base import (
     pickle_for_worker,
     versions_of_tokens,
 )
+from verifiers_rl.envs.chat_harness import first_messages
 from verifiers_rl.envs.records import record_of_trace, text_of, versions_of_reply
-from verifiers_rl.envs.rendering import Renderer
+from verifiers_rl.envs.rendering import Renderer, as_vllm_renders
 from verifiers_rl.envs.tools import open_shared, with_local_urls
 from verifiers_rl.envs.v1_client import Said, TokenClientConfig
 from verifiers_rl.envs.v1_loading import (
@@ -47,7 +47,6 @@ from verifiers_rl.envs.v1_loading import (
     check_tool_servers,
     describe,
     environment_of,
-    first_messages,
     plays_in_our_chat_here,
     with_local_chat,
     without_tasks,
@@ -86,12 +85,21 @@ class V1Environment:
         has_tasks: False in a rollout worker, where each task comes with its group.
 
     Raises:
-        InvalidEnvironmentError: there are no tasks, a prompt has images, tools are defined in the
-            script that runs, a remote sandbox lacks its key, or verifiers refuses the environment.
+        InvalidEnvironmentError: it is something else, there are no tasks, a prompt has images,
+            tools are defined in the script that runs, a remote sandbox lacks its key, or verifiers
+            refuses the environment.
     """
 
     def __init__(self, env: Any, options: RunnerOptions, has_tasks: bool = True) -> None:
         self.options, self.name, self.weights = options, options.name, [1.0]
+        if not isinstance(env, vf.Env | vf.Taskset):
+            what = type(env).__name__
+            if isinstance(env, type):
+                what = f"the class {env.__name__}; make an object of it, {env.__name__}(config)"
+            raise InvalidEnvironmentError(
+                f"environment {self.name!r}: expected an Env or a Taskset of verifiers.v1, got "
+                f"{what}. Prompts and a reward function become one by env_from(prompts, reward)"
+            )
         self._given, self.num_overlong_prompts = env, 0
         self.taskset = env if isinstance(env, vf.Taskset) else env.taskset
         self.renderer = Renderer(options.tokenizer)
@@ -103,10 +111,6 @@ class V1Environment:
                 self._take_tasks(getattr(env, "eval_taskset", None))
         except (ValueError, TypeError) as error:
             raise InvalidEnvironmentError(f"environment {self.name!r}: {error}") from error
-
-    @staticmethod
-    def can_run(env: Any) -> bool:
-        return isinstance(env, vf.Env | vf.Taskset)
 
     def _prepare(self) -> None:
         """Make the environment that is played here."""
@@ -126,28 +130,31 @@ class V1Environment:
 
     def _take_tasks(self, of_evaluation: vf.Taskset | None) -> None:
         taskset, num_eval_tasks = self.taskset, self.options.num_eval_tasks
-        self._tasks: list[vf.Task] | TaskStream
-        if taskset.bounded:
-            self._tasks = self._eval_tasks = list(self._iterate(taskset))
-            tasks = f"{len(self._tasks)} tasks"
-        else:
-            num_held_out = 0 if of_evaluation is not None else num_eval_tasks
-            self._eval_tasks = list(itertools.islice(self._iterate(taskset), num_held_out))
-            self._tasks = TaskStream(lambda: self._iterate(taskset), len(self._eval_tasks))
-            num_overlong = self.num_overlong_prompts
-            self._tasks[0]  # raises if there is none
-            self.num_overlong_prompts = num_overlong  # it began at the beginning again
-            tasks = "a stream of tasks, in its order"
+        self._num_held_out = 0  # tasks at the beginning of a stream
+        make_stream = partial(TaskStream, partial(self._iterate, taskset))
+        train: Any = list(self._iterate(taskset)) if taskset.bounded else make_stream()
+        evaluated = train
         if of_evaluation is not None:
             stop = None if of_evaluation.bounded else num_eval_tasks
-            self._eval_tasks = list(itertools.islice(self._iterate(of_evaluation), stop))
+            evaluated = list(itertools.islice(self._iterate(of_evaluation), stop))
+        elif not taskset.bounded:
+            self._num_held_out = num_eval_tasks
+            evaluated = [train[at] for at in range(num_eval_tasks)]
+        tasks = f"{len(train)} tasks"
+        if not taskset.bounded:
+            train[self._num_held_out]  # raises if there is none
+            tasks = "a stream of tasks, in its order"
+        self._tasks: dict[Split, Any] = {
+            "train": train,
+            "eval": evaluated,
+        }  # lists, or a `TaskStream`
         left_out = ""
         if num := self.num_overlong_prompts:
             left_out = f"; {num} {self.options.why_overlong}"
             logger.warning("environment %r%s left out", self.name, left_out)
-        if not self._tasks:
+        if not train:
             raise InvalidEnvironmentError(f"it has no tasks{left_out}")
-        num_eval = "also" if self._eval_tasks is self._tasks else len(self._eval_tasks)
+        num_eval = "also" if evaluated is train else len(evaluated)
         which = "environment" if self.name == "env" else f"environment {self.name!r}"
         self.description = f"{which}: {describe(self.env)}; {tasks}, {num_eval} for evaluations"
 
@@ -156,14 +163,16 @@ class V1Environment:
         limit, template = self.options.prompt_limit, self.options.chat_template_kwargs
         # Other harnesses may show the model less than the prompt.
         has_limit = self._is_our_chat or self.options.max_prompt_len is not None
+        has_limit = has_limit and self.options.tokenizer is not None
         num_in_a_row = 0
         for task in taskset:
-            prompt, is_longer = first_messages(task), False
-            if has_limit and self.options.tokenizer is not None:
-                try:
-                    is_longer = self.renderer.is_longer(prompt, limit, **template)
-                except ValueError as error:
-                    raise InvalidEnvironmentError(f"task {task.data.idx}: {error}") from error
+            prompt = first_messages(task.data)
+            try:
+                for message in prompt:
+                    as_vllm_renders(message)  # refuses images
+                is_longer = has_limit and self.renderer.is_longer(prompt, limit, **template)
+            except ValueError as error:
+                raise InvalidEnvironmentError(f"task {task.data.idx}: {error}") from error
             if not is_longer:
                 num_in_a_row = 0
                 yield task
@@ -178,22 +187,13 @@ class V1Environment:
 
     def sizes(self, split: Split) -> list[int]:
         """Return the number of tasks of this split, as a list of one; `ENDLESS` for a stream."""
-        return [len(self._tasks if split == "train" else self._eval_tasks)]
+        return [len(self._tasks[split])]
 
     async def task(self, split: Split, index: int) -> vf.Task:
-        tasks = self._tasks if split == "train" else self._eval_tasks
-        if not isinstance(tasks, TaskStream):
+        if not isinstance(tasks := self._tasks[split], TaskStream):
             return tasks[index]
-        deadline_s = max(self.options.timeout_s, LOAD_S)
-        try:
-            # On a thread: a resumed run makes all earlier tasks, and a stream may read files.
-            making = call_on_thread(partial(tasks.__getitem__, index))
-            return await asyncio.wait_for(making, deadline_s)
-        except TimeoutError as error:
-            raise InvalidEnvironmentError(
-                f"environment {self.name!r}: task {index} of its stream did not come within "
-                f"{deadline_s:g} s; raise generation_timeout"
-            ) from error
+        # On a thread: a resumed run makes all earlier tasks, and a stream may read files.
+        return await call_on_thread(partial(tasks.__getitem__, index + self._num_held_out))
 
     async def example(self, split: Split, index: int) -> dict[str, Any]:
         """Return the fields of an example, by their names."""
@@ -201,10 +201,9 @@ class V1Environment:
         return task.data.model_dump() | dict(getattr(task, "row", {}))
 
     def recipe(self) -> Callable[[], V1Environment]:
-        tasks = [self._tasks[0]] if isinstance(self._tasks, TaskStream) else self._tasks
-        if self._eval_tasks is not self._tasks:
-            tasks = tasks + self._eval_tasks
-        for task in tasks:
+        train, evaluated = self._tasks["train"], self._tasks["eval"]
+        tasks = [train[0]] if isinstance(train, TaskStream) else train
+        for task in tasks if evaluated is train else itertools.chain(tasks, evaluated):
             try:
                 pickle_for_worker(task)
             except NotPortableError as error:
@@ -222,12 +221,11 @@ class V1Environment:
             InvalidEnvironmentError: the environment is not ready in time.
         """
         is_up = asyncio.get_running_loop().create_future()
-        self._stopping = asyncio.Event()
 
         async def serve() -> None:  # the task that opens a context must also close it
             async with open_shared(self.env.taskset), self.env.serving():
                 is_up.set_result(None)
-                await self._stopping.wait()
+                await asyncio.Event().wait()  # until it is cancelled
 
         self._serving = serving = asyncio.create_task(serve())
         deadline_s = max(self.options.timeout_s, LOAD_S)
@@ -244,7 +242,7 @@ class V1Environment:
 
     async def close(self) -> None:
         if self._serving is not None:
-            self._stopping.set()
+            self._serving.cancel()
             await asyncio.wait([self._serving], timeout=EXIT_S)
 
     async def run_group(self, request: GroupRequest) -> list[Rollout]:
@@ -379,9 +377,9 @@ def restore_replaced(trace: Any, said: Sequence[Said]) -> None:
     replaced = [node.parent for node in trace.nodes if node.sampled and not len(node.token_ids)]
     answered = [trace.nodes[parent].message for parent in replaced]
     kept = {id(node.message) for node in trace.nodes if answered}
-    for messages, tools, response in said if answered else ():
-        if id(response.message) not in kept and messages[-1] in answered:
-            prepare_turn(trace, messages, tools).commit(response)
+    for turn, response in said if answered else ():
+        if id(response.message) not in kept and turn.prompt[-1] in answered:
+            turn.commit(response)
 
 
 def is_cut(trace: Any) -> bool:
@@ -412,28 +410,26 @@ def samples_from_trace(
         if not branch.trainable:
             continue  # a compaction attempt that the harness gave up
         versions = [np.zeros(0, np.int32)]  # of each reply's tokens
+        num_shared = 0  # tokens at the beginning
         for node in branch.nodes:
             num_sampled = int(np.count_nonzero(node.mask))
             if len(node.logprobs) != num_sampled:
                 raise ValueError(f"{num_sampled} sampled tokens but {len(node.logprobs)} logprobs")
             spans = versions_of_reply(node.message, policy_version)
             versions.append(versions_of_tokens(spans, num_sampled))
-        is_new = np.repeat(
-            [id(node) not in trained for node in branch.nodes],
-            [len(node.token_ids) for node in branch.nodes],
-        )
+            num_shared += len(node.token_ids) if id(node) in trained else 0
         trained |= {*map(id, branch.nodes)}
-        is_sampled = np.array(branch.sampled_mask, bool)
+        in_loss = is_sampled = np.array(branch.sampled_mask, bool)
         logprobs = np.array(branch.logprobs, np.float32)
         check_logprobs(logprobs)
-        in_loss, of_tokens = is_sampled & is_new, np.full(len(is_new), -1, np.int32)
+        of_tokens = np.full(len(is_sampled), -1, np.int32)
         of_tokens[is_sampled] = np.concatenate(versions)
-        of_tokens[~is_new] = -1
         if not mask_env_responses:
             is_between = ~is_sampled & np.logical_or.accumulate(is_sampled)
-            in_loss |= is_between & is_new
+            in_loss = is_sampled | is_between
             # NaN: no policy sampled these. The loss uses the trainer's logprob, so ratio 1.
             logprobs[is_between] = math.nan
+        in_loss[:num_shared], of_tokens[:num_shared] = False, -1
         if not in_loss.any():
             continue
         sample = Sample(branch.token_ids, in_loss, logprobs, of_tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from base64 import b64encode
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import openai
 import verifiers.v1 as vf
@@ -43,12 +43,7 @@ def biased_options(request: Mapping[str, Any], of_run: Mapping[str, Any]) -> lis
     return [name for name, value in given if value not in (*_NEUTRAL, of_run.get(name))]
 
 
-class Said(NamedTuple):
-    """A reply of the policy, and what it was asked."""
-
-    messages: list[Any]
-    tools: list[Any]
-    response: vf.Response
+Said = tuple[PendingTurn, vf.Response]  # a reply of the policy, and what it was asked
 
 
 class TokenClientConfig(vf.TrainClientConfig):
@@ -184,8 +179,7 @@ class TokenClient(vf.Client):
             **dict(response.message), policy_versions=reply.policy_versions
         )
         response.tokens = _turn_tokens(prompt_ids, reply)
-        said = Said(turn.prompt, turn.tools, response)
-        episode._said.setdefault(turn.trace.id, []).append(said)
+        episode._said.setdefault(turn.trace.id, []).append((turn, response))
         return response
 
     async def close(self) -> None:

@@ -23,7 +23,6 @@ from typing import Any
 
 import verifiers.v1 as vf
 from pydantic import ValidationError
-from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.utils import loaders
 from verifiers.v1.utils.prime import ensure_prime_auth
 
@@ -35,7 +34,6 @@ from verifiers_rl.envs.base import (
     module_name,
 )
 from verifiers_rl.envs.chat_harness import IN_PROCESS, ChatHarnessConfig
-from verifiers_rl.envs.rendering import as_vllm_renders
 from verifiers_rl.envs.tools import runs_here
 from verifiers_rl.option_rules import did_you_mean
 
@@ -182,18 +180,12 @@ def _exported_beside(cls: type) -> list[type]:
     """Return the environments and harnesses that are exported with a taskset's class, by its module
     or by the package around that. A script exports nothing, so all that it defines count.
     """
-    own, around = (sys.modules.get(n) for n in (cls.__module__, cls.__module__.partition(".")[0]))
-    exported: list[Any] = []
-    for module in (own, around):
-        if cls not in exported:
-            exported = [getattr(module, name, None) for name in getattr(module, "__all__", ())]
-    if cls not in exported:
-        defined = vars(own).items() if own else ()
-        exported = [
-            c
-            for name, c in defined
-            if name[0] != "_" and getattr(c, "__module__", "") == cls.__module__
-        ]
+    name = cls.__module__
+    own, around = sys.modules.get(name), sys.modules.get(name.partition(".")[0])
+    ways = [[getattr(m, n, None) for n in getattr(m, "__all__", ())] for m in (own, around)]
+    defined = vars(own).items() if own else ()
+    ways.append([c for n, c in defined if n[0] != "_" and getattr(c, "__module__", "") == name])
+    exported = next((way for way in ways if cls in way), [])
     return [c for c in exported if isinstance(c, type) and issubclass(c, vf.Env | vf.Harness)]
 
 
@@ -220,11 +212,10 @@ def with_local_chat(env: vf.Env) -> vf.Env:
         if is_unchosen or harness.id in ("null", IN_PROCESS):
             # Refuses what our chat has not, such as the compaction of verifiers 0.4.1's.
             given = {} if is_unchosen else harness.model_dump(exclude_defaults=True)
-            update["harness"] = ChatHarnessConfig(**given | {"id": IN_PROCESS}).of(played)
+            update["harness"] = ChatHarnessConfig(**given | {"id": IN_PROCESS})
         loaded = loaders.harness_class(harness.id)
         is_harmless = bool(update) or not (loaded.EXECUTES_CODE or loaded.NEEDS_CONTAINER)
-        default = type(agent).model_fields["runtime"].default
-        is_default = agent.runtime.model_dump() == default.model_dump()
+        is_default = agent.runtime == type(agent).model_fields["runtime"].default
         if is_default and is_harmless and not needs_container:
             update["runtime"] = vf.SubprocessConfig()
         elif agent.runtime.type == "prime":
@@ -288,23 +279,6 @@ def describe(env: vf.Env) -> str:
 # --- Tasks ----------------------------------------------------------------------------------------
 
 
-def first_messages(task: vf.Task) -> list[dict[str, Any]]:
-    """Return the first prompt as messages for a chat template. Raises InvalidEnvironmentError if it
-    has an image.
-    """
-    data, prompt = task.data, task.data.prompt
-    messages = [] if not data.system_prompt else [{"role": "system", "content": data.system_prompt}]
-    if isinstance(prompt, str):
-        return [*messages, {"role": "user", "content": prompt}]
-    messages += [message_to_wire(message) for message in prompt or []]
-    try:
-        for message in messages:
-            as_vllm_renders(message)
-    except ValueError as error:
-        raise InvalidEnvironmentError(f"task {data.idx}: {error}") from error
-    return messages
-
-
 def without_tasks(taskset: vf.Taskset) -> vf.Taskset:
     """Return a copy of a taskset that can be pickled. A view of a taskset chooses tasks by a
     closure; whoever gets the copy gets the chosen tasks one by one.
@@ -324,14 +298,12 @@ class TaskStream:
 
     Args:
         iterate: starts the iteration from the beginning.
-        num_skipped: tasks at the beginning that the stream leaves out.
     """
 
-    def __init__(self, iterate: Callable[[], Iterator[vf.Task]], num_skipped: int = 0) -> None:
+    def __init__(self, iterate: Callable[[], Iterator[vf.Task]]) -> None:
         self._iterate = iterate
-        self._num_skipped = num_skipped
         self._tasks: Iterator[vf.Task] = iter(())
-        self._next = -1  # position of the next task from `_tasks`; -1: not begun
+        self._next = ENDLESS  # position of the next task from `_tasks`
         self._kept: dict[int, vf.Task] = {}
         self._lock = threading.Lock()
 
@@ -341,16 +313,14 @@ class TaskStream:
     def __getitem__(self, position: int) -> vf.Task:
         """Return one task. Raises InvalidEnvironmentError if the stream ends before it."""
         with self._lock:
-            if position not in self._kept and not 0 <= self._next <= position:
-                self._tasks = itertools.islice(self._iterate(), self._num_skipped, None)
-                self._next = 0
+            if position not in self._kept and position < self._next:
+                self._tasks, self._next = self._iterate(), 0
             while position not in self._kept:
                 try:
                     self._kept[self._next] = next(self._tasks)
                 except StopIteration:
                     raise InvalidEnvironmentError(
-                        f"the taskset says that it is infinite and ended after "
-                        f"{self._num_skipped + self._next} tasks"
+                        f"the taskset says that it is infinite and ended after {self._next} tasks"
                     ) from None
                 self._next += 1
                 if len(self._kept) > NUM_KEPT:

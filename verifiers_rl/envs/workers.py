@@ -35,11 +35,11 @@ import pickle
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import traceback
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -54,11 +54,11 @@ from verifiers_rl.envs.base import (
     needs_script,
     pickle_for_worker,
 )
-from verifiers_rl.inference import RolloutSession, ServerLostError, SessionLostError
+from verifiers_rl.inference import RolloutSession, SessionLostError
 from verifiers_rl.process import parent as parent_of_worker
 from verifiers_rl.process.loop_thread import contain_tasks, run_contained
 from verifiers_rl.process.terminal import print_all_characters
-from verifiers_rl.requests import GroupRequest
+from verifiers_rl.requests import GroupRequest, Progress
 from verifiers_rl.types import (
     LOAD_S,
     Rollout,
@@ -82,40 +82,37 @@ class WorkerError(RuntimeError):
     """A rollout failed in a worker; the traceback from there is a note of this error."""
 
 
-class WorkerLostError(WorkerError):
+class WorkerLostError(RuntimeError):
     """The worker process has ended, or was ended because it did not answer."""
 
 
 # --- Messages -------------------------------------------------------------------------------------
 # The sizes of the two parts behind it (two little-endian int64), JSON, bytes.
 
-# Fields of a request that are sent; its places and its progress stay in the trainer's process.
-_OF_REQUEST = [f.name for f in fields(GroupRequest) if f.name not in ("places", "progress")]
 _OF_ROLLOUT = [f.name for f in fields(Rollout) if f.name not in ("samples", "error", "record")]
 
 
-class Outbox:
-    """Sends messages. All of one turn of the event loop are written at once: each write gives the
-    interpreter's lock away, and a trainer that computes takes milliseconds to give it back.
+def sender(writer: asyncio.StreamWriter | None = None) -> Callable[..., None]:
+    """Return what sends a message: its content, bytes or an array of bytes, and what its JSON has.
+    Without a connection, messages are lost.
+
+    All of one turn of the event loop are written at once: each write gives the interpreter's lock
+    away, and a trainer that computes takes milliseconds to give it back.
     """
+    frames = list[Any]()
 
-    def __init__(self, writer: asyncio.StreamWriter) -> None:
-        self._writer, self._frames = writer, list[Any]()
+    def flush() -> None:
+        if writer is not None and not writer.is_closing():
+            writer.write(b"".join(frames))
+        frames.clear()
 
-    def send(self, message: Mapping[str, Any], content: bytes | np.ndarray = b"") -> None:
-        """Send a message. `content` may be an array of bytes.
-
-        Raises:
-            TypeError: the message has a value that JSON has no form for.
-        """
+    def send(content: bytes | np.ndarray = b"", /, **message: Any) -> None:
         text = json.dumps(message).encode()
-        if not self._frames:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._frames += [np.array([len(text), len(content)], "<i8"), text, content]
+        if not frames:
+            asyncio.get_running_loop().call_soon(flush)
+        frames.extend((np.array([len(text), len(content)], "<i8"), text, content))
 
-    def _flush(self) -> None:
-        frames, self._frames = self._frames, []
-        self._writer.write(b"".join(frames))
+    return send
 
 
 async def receive(reader: asyncio.StreamReader) -> tuple[dict[str, Any], bytes]:
@@ -130,7 +127,7 @@ async def receive(reader: asyncio.StreamReader) -> tuple[dict[str, Any], bytes]:
 
 
 def pack_group(group: Sequence[Rollout]) -> tuple[dict[str, Any], np.ndarray]:
-    """Return rollouts in a form for `Outbox`: their samples are the bytes. An error becomes its
+    """Return rollouts in a form for `sender`: their samples are the bytes. An error becomes its
     description and its traceback, because its class may be known to this process only.
     """
     samples = [sample for rollout in group for sample in rollout.samples]
@@ -163,6 +160,12 @@ def unpack_group(message: dict[str, Any], content: bytes) -> list[Rollout]:
             packed["error"].add_note(failure[1])
         group.append(Rollout(**packed))
     return group
+
+
+def failed_group(request: GroupRequest, error: Exception) -> list[Rollout]:
+    """Return what becomes of a group that could not be run."""
+    failed = partial(Rollout, request.index, f"example {request.index}", error=error)
+    return [failed() for _ in range(request.num_rollouts)]
 
 
 # --- In the trainer's process ---------------------------------------------------------------------
@@ -212,17 +215,16 @@ class WorkerEnvironment:
         """
         task = await self.env.task(request.split, request.index)
         pickled = b"" if task is None else pickle_for_worker(task)
-        for num_restarts in range(MAX_ATTEMPTS):  # noqa: B007 - counted below
-            # The worker with the least to do.
-            worker = min(self.pool.workers, key=lambda one: (one.is_blocked, len(one.groups)))
-            try:
-                group = await worker.run_group(self._number, request, pickled)
-                break
-            except WorkerError as error:
-                failed = partial(Rollout, request.index, f"example {request.index}", error=error)
-                group = [failed() for _ in range(request.num_rollouts)]
-                if not isinstance(error, WorkerLostError):
+        for num_restarts in range(MAX_ATTEMPTS):
+            # One of the groups whose worker has died may have ended it: these run one at a time.
+            async with self.pool.suspects if num_restarts else nullcontext():
+                # The worker with the least to do.
+                worker = min(self.pool.workers, key=lambda one: (one.is_blocked, len(one.groups)))
+                try:
+                    group = await worker.run_group(self._number, request, pickled)
                     break
+                except WorkerLostError as error:
+                    group = failed_group(request, error)
         for rollout in group:
             rollout.num_restarts = num_restarts
         return group
@@ -242,6 +244,7 @@ class WorkerPool:
         self._recipes: list[dict[str, Any]] = []
         self._make = partial(Worker, self._recipes, timeout_s, python)
         self._num_workers, self.workers = num_workers, list[Worker]()
+        self.suspects = asyncio.Lock()  # who has it runs a group that may have ended a worker
 
     def add(self, name: str, recipe: Any, is_quiet: bool = True) -> int:
         """Take up an environment; return its number.
@@ -285,10 +288,6 @@ class WorkerPool:
         await asyncio.gather(*running, return_exceptions=True)
 
 
-def _send_nothing(*message: Any) -> None:
-    """Stands for the connection while there is none."""
-
-
 class Worker:
     """A worker process, and this side of its connection. A process that ends is started again. Made
     on the event loop.
@@ -308,25 +307,27 @@ class Worker:
     def __init__(self, recipes: Sequence[dict[str, Any]], timeout_s: float, python: str) -> None:
         self.groups: dict[int, asyncio.Queue[Any]] = {}
         self._recipes, self._python = recipes, python
-        self._load_s, self._silent_s = max(timeout_s, LOAD_S), max(timeout_s, BLOCKED_S)
+        self._load_s, self._limit_s = max(timeout_s, LOAD_S), max(timeout_s, BLOCKED_S)
         self._num_deaths = 0  # since it returned a group
-        self._num_silent = 0  # times `ALIVE_S` in which it has said nothing
-        self._process: subprocess.Popen[bytes] | None = None
-        self._send: Callable[..., None] = _send_nothing
+        self._silent_s = 0.0  # so long it has said nothing
+        self._process: Process | None = None
+        self._send = sender()
         self._numbers = itertools.count()
         self.ready: asyncio.Future[list[dict[str, Any]]] = asyncio.Future()
         self.running = asyncio.create_task(self._run())
 
     @property
     def is_blocked(self) -> bool:
-        """Whether it has said nothing for `BLOCKED_S`. The time is counted and not measured,
-        because this process may have been blocked itself.
-        """
-        return self._num_silent * ALIVE_S >= BLOCKED_S
+        """Whether it has said nothing for `BLOCKED_S`."""
+        return self._silent_s >= BLOCKED_S
 
     @property
     def _what(self) -> str:
         return f"environment {', '.join(recipe['name'] for recipe in self._recipes)!r}"
+
+    def _error(self, problem: str) -> InvalidEnvironmentError:
+        where = f"python={self._python!r}" if self._python else "a worker"
+        return InvalidEnvironmentError(f"{self._what}, in {where}: {problem}")
 
     async def _run(self) -> None:
         """Run a process, and another one whenever it has ended."""
@@ -343,9 +344,9 @@ class Worker:
                 for said in self.groups.values():
                     said.put_nowait(WorkerLostError(problem))
                 if self._num_deaths == MAX_DEATHS:
-                    raise InvalidEnvironmentError(
-                        f"{self._what}: a worker died {MAX_DEATHS} times and returned no group in "
-                        f"between; at last {problem}"
+                    raise self._error(
+                        f"died {MAX_DEATHS} times and returned no group in between; at last "
+                        f"{problem}"
                     )
         except Exception as error:  # whatever keeps a process from starting
             self.ready.set_exception(error)
@@ -358,55 +359,38 @@ class Worker:
             InvalidEnvironmentError: it could not make its environments.
         """
         if shutil.which(self._python or sys.executable) is None:
-            raise self._unfit("no such program")
-        process, ours = start_process(self._python, self._recipes)
-        self._process, self._num_silent = process, 0
-        reader, writer = await asyncio.open_connection(sock=ours)
-        watching = asyncio.create_task(self._watch(process, reader))
-        problem = ""
+            raise self._error(f"no such program; {HOW_TO_MAKE_PYTHON}")
+        process, reader, writer = await start_process(self._python, self._recipes)
+        self._process, self._send, self._silent_s = process, sender(writer), 0.0
+        watching = asyncio.create_task(self._watch(process))
+        said, problem = dict[str, Any](), ""
         try:
             said, _ = await asyncio.wait_for(receive(reader), self._load_s)
-            if "is_unfit" in said:
-                raise self._unfit(said["problem"])
             problem = said["problem"]
             if not problem:
-                self._send = Outbox(writer).send
                 self.ready.set_result(said["facts"])
             while not problem:
                 message, content = await receive(reader)
-                self._num_silent = 0
+                self._silent_s = 0.0
                 if message.get("group") in self.groups:  # else it is alive, or that was cancelled
                     self.groups[message["group"]].put_nowait((message, content))
         except TimeoutError:
-            process.kill()
             problem = f"not loaded within {self._load_s:g} s; raise generation_timeout"
-        except (EOFError, OSError):
-            pass  # it has ended
-        except (ValueError, KeyError, TypeError) as error:
-            problem = f"unreadable message: {describe_error(error)}"
-        except asyncio.CancelledError:
-            if not self.ready.done():
-                process.kill()  # it would make its environments first
-            raise
+        except (EOFError, OSError, ValueError, KeyError, TypeError):
+            pass  # it has ended, or what it says is no message
         finally:
             watching.cancel()
-            self._send = _send_nothing
             writer.close()  # makes the process end
-            if self.is_blocked:
-                process.kill()  # it would not notice that the connection is closed
-            status = await asyncio.to_thread(wait_for_end, process)
+            if self.is_blocked or not said:  # it would not notice
+                kill_group(process)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), EXIT_S)
+            kill_group(process)
+            status = await process.wait()
         end = f"the worker process {process.pid} ended with status {status}"
         if not self.ready.done():
-            where = f"python={self._python!r}" if self._python else "a worker"
-            problem = problem or f"{end}; see its output above"
-            raise InvalidEnvironmentError(f"{self._what}, in {where}: {problem}")
+            raise self._error(problem or f"{end}; see its output above")
         return problem or end
-
-    def _unfit(self, reason: str) -> InvalidEnvironmentError:
-        """Return the error of a Python that runs no workers."""
-        return InvalidEnvironmentError(
-            f"{self._what}: python={self._python!r}: {reason}; {HOW_TO_MAKE_PYTHON}"
-        )
 
     async def run_group(self, env: int, request: GroupRequest, task: bytes) -> list[Rollout]:
         """Run one group.
@@ -416,7 +400,7 @@ class Worker:
             task: pickled; b"" if the worker has the examples.
 
         Raises:
-            WorkerError: the worker has ended, or could not run the group.
+            WorkerLostError: the worker has ended.
             ServerLostError: no server is there for one of its rollouts.
             InvalidEnvironmentError: a new process could not make the environments.
         """
@@ -426,8 +410,8 @@ class Worker:
         holding = list[asyncio.Task[None]]()
         try:
             await asyncio.shield(self.ready)
-            sent = {name: getattr(request, name) for name in _OF_REQUEST}
-            self._send({"group": number, "env": env, "request": sent}, task)
+            sent = vars(request) | {"places": None, "progress": None}  # those stay here
+            self._send(task, group=number, env=env, request=sent)
             while True:
                 what = await said.get()
                 if isinstance(what, Exception):
@@ -438,8 +422,6 @@ class Worker:
                     self._num_deaths = 0
                     await asyncio.gather(*holding)  # each hears that its rollout has ended
                     return unpack_group(message, content)
-                if "problem" in message:
-                    raise WorkerError(message["problem"])
                 rollout = message["rollout"]
                 if message["begins"]:
                     ended[rollout] = asyncio.Queue()
@@ -447,11 +429,9 @@ class Worker:
                     holding.append(asyncio.create_task(work))
                 else:
                     ended[rollout].put_nowait(message["is_lost"])
-        except (asyncio.CancelledError, ServerLostError):
-            self._send({"group": number, "cancel": True})
-            raise
         finally:
             del self.groups[number]
+            self._send(group=number, cancel=True)  # if it has not ended
             for place in holding:
                 place.cancel()
 
@@ -462,41 +442,39 @@ class Worker:
         to = {"group": group, "rollout": rollout}
         try:
             async with request.begin(rollout) as session:
-                self._send({**to, "server": session.url})
+                self._send(**to, server=session.url)
                 async with session.watching():
                     session.is_lost = await ended.get()
         except SessionLostError:
-            self._send({**to, "is_lost": True})
+            self._send(**to, is_lost=True)
         except Exception as error:  # the group cannot go on, whatever it is
             if group in self.groups:
                 self.groups[group].put_nowait(error)
 
-    async def _watch(self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader) -> None:
-        """Report a process that is blocked, and end it after `_silent_s`."""
-        was_blocked = False
-        while self._num_silent * ALIVE_S < self._silent_s:
-            await asyncio.sleep(ALIVE_S)
-            if process.poll() is not None:
-                # It may have started others, which hold its end of the connection open.
-                reader.feed_eof()
-                return
-            self._num_silent += self.ready.done()  # before, it has `_load_s`
-            if self.is_blocked and not was_blocked:
+    async def _watch(self, process: Process) -> None:
+        """Report a process that is blocked, and end it after `_limit_s`. If it has ended, end what
+        it has started, which may hold its end of the connection open.
+
+        Its silence is counted and not measured, because this process may have been blocked itself.
+        """
+        exited = asyncio.create_task(process.wait())
+        while not exited.done() and self._silent_s < self._limit_s:
+            await asyncio.wait({exited}, timeout=ALIVE_S)
+            self._silent_s += ALIVE_S * self.ready.done()  # before, it has `_load_s`
+            if 0 <= self._silent_s - BLOCKED_S < ALIVE_S:
                 logger.warning(
                     "%s: worker %d has not answered for %g s; other workers get its new groups. "
                     "Its output says where its event loop is blocked",
                     *(self._what, process.pid, BLOCKED_S),
                 )
-            was_blocked = self.is_blocked
-        logger.warning("%s: worker %d is ended", self._what, process.pid)
-        process.kill()
+        kill_group(process)
 
 
 # The worker's Python may have packages of its own, and this one not. So it gets the folder of this
 # package alone, not the folder in which the package lies, where all others are.
 _MAIN = """
 import importlib.util, json, socket, struct, sys
-descriptor, parent, package = sys.argv[1:]
+descriptor, parent, package, hint = sys.argv[1:]
 sys.path[:] = [folder for folder in sys.path if folder]
 spec = importlib.util.spec_from_file_location("verifiers_rl", package)
 sys.modules["verifiers_rl"] = module = importlib.util.module_from_spec(spec)
@@ -507,7 +485,7 @@ try:
     from verifiers_rl.envs.made_there import make_environment
     from verifiers_rl.envs.workers import main
 except (ImportError, SyntaxError) as error:  # this Python is too old, or lacks packages
-    text = json.dumps({"problem": str(error), "is_unfit": True}).encode()
+    text = json.dumps({"problem": f"{error}; {hint}"}).encode()
     with socket.socket(fileno=int(descriptor)) as connection:
         connection.sendall(struct.pack("<qq", len(text), 0) + text)
     sys.exit()
@@ -518,9 +496,9 @@ main(int(descriptor), int(parent), make_environment)
 _OF_PACKAGES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 
-def start_process(
+async def start_process(
     python: str, recipes: Sequence[dict[str, Any]]
-) -> tuple[subprocess.Popen[bytes], socket.socket]:
+) -> tuple[Process, asyncio.StreamReader, asyncio.StreamWriter]:
     """Start a worker process for environments of these recipes; see `Worker`. Return it with our
     end of its connection.
     """
@@ -534,36 +512,32 @@ def start_process(
         "alive_s": ALIVE_S,
         "blocked_s": BLOCKED_S,
     }
-    # A script may have put something else into sys.path or sys.argv, such as a Path.
-    text = json.dumps(setup, default=str).encode()
     connection, theirs = socket.socketpair()
-    with theirs, open(os.memfd_create("setup"), "w+b") as file:  # the disk may be full
-        file.write(text)
-        file.seek(0)
-        words = [str(theirs.fileno()), str(os.getpid()), str(verifiers_rl.__file__)]
-        process = subprocess.Popen(
-            [python or sys.executable, "-c", _MAIN, *words],
-            pass_fds=[theirs.fileno()],
-            stdin=file,
-            # Without the variables by which our packages would hide another Python's.
-            env={k: v for k, v in os.environ.items() if not (python and k in _OF_PACKAGES)},
-            process_group=0,  # so that processes that it leaves behind can be ended
-        )
-    return process, connection
-
-
-def wait_for_end(process: subprocess.Popen[bytes]) -> int:
-    """Wait for its end, and kill it if it does not end by itself; also end what it has left behind.
-    Return its exit status.
-    """
     try:
-        return process.wait(EXIT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait(EXIT_S)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        with theirs:
+            words = [theirs.fileno(), os.getpid(), verifiers_rl.__file__, HOW_TO_MAKE_PYTHON]
+            process = await asyncio.create_subprocess_exec(
+                *(python or sys.executable, "-c", _MAIN, *map(str, words)),
+                pass_fds=[theirs.fileno()],
+                stdin=PIPE,
+                # Without the variables by which our packages would hide another Python's.
+                env={k: v for k, v in os.environ.items() if not (python and k in _OF_PACKAGES)},
+                process_group=0,  # so that processes that it leaves behind can be ended
+            )
+        stdin: Any = process.stdin
+        # A script may have put something else into sys.path or sys.argv, such as a Path.
+        stdin.write(json.dumps(setup, default=str).encode())
+        stdin.close()
+        return process, *await asyncio.open_connection(sock=connection)
+    except BaseException:  # it ends with the connection
+        connection.close()
+        raise
+
+
+def kill_group(process: Process) -> None:
+    """Kill a worker process, if it is still there, and what it has left behind."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 # --- In the worker's process ----------------------------------------------------------------------
@@ -586,8 +560,7 @@ def main(descriptor: int, parent: int, make_environment: Callable[[Any], Any]) -
     print_all_characters()
     logging.basicConfig(level=logging.WARNING)
     logging.getLogger("verifiers").setLevel(logging.WARNING)
-    with open(0, "rb", closefd=False) as stream:  # a file from the process that started us
-        setup = json.load(stream)
+    setup = json.load(sys.stdin)
     runners: list[Any] = []
     problem = where = ""
     try:
@@ -623,42 +596,36 @@ async def _serve(
     """
     contain_tasks(asyncio.get_running_loop())
     reader, writer = await asyncio.open_connection(sock=connection)
-    outbox = Outbox(writer)
-
-    def send(**message: Any) -> None:
-        outbox.send(message)
-
+    send = sender(writer)
+    facts = []
     try:
         if not problem:
             await asyncio.gather(*(runner.open() for runner in runners))
+            facts = [
+                {
+                    "sizes": {split: runner.sizes(split) for split in ("train", "eval")},
+                    "description": runner.description,
+                }
+                for runner, recipe in zip(runners, setup["recipes"], strict=True)
+                if "pickled" not in recipe
+            ]
     except Exception as error:  # whatever the environment's own code raises
         problem = describe_error(error)
-    facts = [
-        {
-            "sizes": {split: runner.sizes(split) for split in ("train", "eval")},
-            "description": runner.description,
-        }
-        for runner, recipe in zip(runners, setup["recipes"], strict=False)
-        if "pickled" not in recipe
-    ]
     send(problem=problem, facts=facts)
     running: dict[int, tuple[asyncio.Task[None], _Places]] = {}
     is_alive = asyncio.create_task(_say_alive(send, setup["alive_s"], setup["blocked_s"]))
 
-    async def play(runner: Any, request: GroupRequest, task: bytes) -> list[Rollout]:
-        if task:
-            return await runner.run_task(pickle.loads(task), request)
-        return await runner.run_group(request)  # the environment has its examples here
-
     async def run(number: int, runner: Any, request: GroupRequest, task: bytes) -> None:
         try:
-            group = await run_contained(play(runner, request, task))
-            packed, content = pack_group(group)
-            outbox.send({"group": number, **packed}, content)
+            # Without a task, the environment has its examples here.
+            run_task = partial(runner.run_task, pickle.loads(task)) if task else runner.run_group
+            packed = pack_group(await run_contained(run_task(request)))
         except Exception as error:  # sent, so that the trainer does not wait forever
-            send(group=number, problem=describe_error(error))
+            packed = pack_group(failed_group(request, error))
         finally:
             del running[number]
+        message, content = packed
+        send(content, group=number, **message)
 
     try:
         while True:
@@ -666,7 +633,8 @@ async def _serve(
             number = message.pop("group")
             if "request" in message:
                 places = _Places(partial(send, group=number))
-                request = GroupRequest(**message["request"], places=places)
+                own = {"places": places, "progress": Progress()}
+                request = GroupRequest(**message["request"] | own)
                 work = run(number, runners[message["env"]], request, content)
                 running[number] = asyncio.create_task(work), places
             elif number not in running:
