@@ -160,16 +160,16 @@ def test_an_environment_that_dies_raises_prints_or_forks_costs_its_own_rollouts(
     async def use(run, pool):
         score = Path(f"/proc/{pids(pool)[0]}/oom_score_adj").read_text()
         assert int(score) == 500  # without memory, Linux ends the worker, not the trainer
-        names = ("die", "raise", "print", "be well", "fork")
+        names = ("die", "raise", "print", "be well", "fork", "sleep")
         return await asyncio.gather(*map(run, names))
 
-    dead, raised, *others = survive(tmp_path, use, num_workers=2)
+    dead, raised, *others = survive(tmp_path, use)
     for rollout in dead:
         assert "ended with status 7" in str(rollout.error) and rollout.num_restarts == 2
     for rollout in raised:
         assert isinstance(rollout.error, WorkerError) and "no answer key" in str(rollout.error)
         assert "troubled_env.py" in rollout.error.__notes__[0]  # its traceback there
-    assert [rollout.error for group in others for rollout in group] == [None] * 6
+    assert [rollout.error for group in others for rollout in group] == [None] * 8
     assert "the environment prints" in capfd.readouterr().out
     forked = int((tmp_path / "forked").read_text())
     wait_until(lambda: not is_running(forked))  # it ends with its worker
