@@ -340,28 +340,25 @@ def hidden_states_in_place_of_logits(
     in_dtype = _HeadIn(head, head_dtype, shares=not has_to_gather)
 
     def to_logits(hidden: Tensor) -> Tensor:
-        with _with_forward(head, real_forward), in_dtype:
+        with _replaced(head, "forward", real_forward), in_dtype:
             logits = head(hidden) if has_to_gather else real_forward(hidden)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     # A copy, because FSDP2 cannot hook a view.
-    with _with_forward(head, lambda hidden: hidden.clone()):
-        if cap is not None:
-            config.final_logit_softcapping = None
-        try:
-            yield to_logits
-        finally:
-            if cap is not None:
-                config.final_logit_softcapping = cap
+    with (
+        _replaced(head, "forward", lambda hidden: hidden.clone()),
+        _replaced(config, "final_logit_softcapping", None),
+    ):
+        yield to_logits
 
 
 @contextmanager
-def _with_forward(module: Any, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    patched = module.__dict__.get("forward")  # for example by a hook of accelerate
-    module.forward = forward
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, this attribute has another value."""
+    own = {key: old for key, old in vars(owner).items() if key == name}
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        del module.forward  # the class's own forward applies again
-        if patched is not None:
-            module.forward = patched
+        delattr(owner, name)  # that of the class applies again, such as its forward
+        vars(owner).update(own)  # for example a forward that a hook of accelerate has set
