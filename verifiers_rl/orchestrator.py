@@ -210,11 +210,8 @@ class Orchestrator:
         if len(passing) < num_groups:
             logger.warning(
                 "%d of the %d groups generated pass, %d are wanted: loosen group_filter or raise "
-                "its max_oversampling: %s",
-                len(passing),
-                len(groups),
-                num_groups,
-                self.group_filter,
+                "its max_oversampling",
+                *(len(passing), len(groups), num_groups),
             )
         rollouts = [rollout for group in passing for rollout in group if rollout.error is None]
         samples = [sample for rollout in rollouts for sample in rollout.samples]
