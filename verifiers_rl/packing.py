@@ -389,7 +389,7 @@ def collate(
     if not sources:
         # The head must take part in every backward, or DDP waits for its gradient. So one token is
         # predicted, and its loss is not used.
-        nothing = Sample(input_ids[0, :2], [False, True], [0, 0], [-1, -1])
+        nothing = Sample(input_ids[0, :2], positions[:2] == 1, np.zeros(2), np.zeros(2))
         sources.append((nothing, 0.0, 0, positions[1:2], positions[:1]))
     parts, weights, rows_of_parts, loss_tokens, offsets = zip(*sources, strict=True)
     counts = torch.tensor([len(at) for at in loss_tokens])

@@ -162,7 +162,7 @@ def columns_of(samples: Sequence[Sample]) -> dict[str, np.dtype]:
     """Return the columns that at least one sample has, with what a token has of each, as wide as
     the widest: a number, or an array of numbers.
     """
-    columns = {name: np.dtype(dtype) for name, dtype in Sample.DTYPES.items()}
+    columns: dict[str, np.dtype] = {name: np.dtype(dtype) for name, dtype in Sample.DTYPES.items()}
     for sample in samples:
         for name, column in sample.extras.items():
             shape, dtype = column.shape[1:], column.dtype
@@ -327,7 +327,8 @@ class SampleSizes:
             for i, s in enumerate(samples)
         ]
         order = order_by_beginning([sample.token_ids for sample in samples])
-        return cls(*np.array(numbers, np.int64).reshape(-1, 5).T, *order)
+        arrays = [*np.array(numbers, np.int64).reshape(-1, 5).T, *order]
+        return cls(*arrays)
 
 
 def order_by_beginning(sequences: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
