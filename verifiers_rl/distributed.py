@@ -40,9 +40,9 @@ def broadcast_batch(batch: Batch | None) -> Batch:
         return batch
     message, content = pack_samples(batch.samples if batch is not None else [])
     numbers = (batch.step, batch.policy_version) if batch is not None else None
-    message, numbers = _hosts.broadcast([message, numbers])
+    message, (step, policy_version) = _hosts.broadcast([message, numbers])
     content = _hosts.broadcast_bytes(content)
-    return batch or Batch(*numbers, unpack_samples(message, content))
+    return batch or Batch(step, policy_version, unpack_samples(message, content))
 
 
 def broadcast_outcome(outcome: dict[str, Any] | BaseException | None) -> dict[str, Any]:
