@@ -298,16 +298,10 @@ def broadcast_lists(samples: list[dict[str, list[Any]]], device: Any) -> list[An
 
 
 def share_batch(samples: list[Any], device: Any) -> Any:
-    from torch import distributed
-
-    from verifiers_rl.distributed import broadcast_batch, scatter_samples
-    from verifiers_rl.packing import plan_microbatches
+    from verifiers_rl.distributed import broadcast_batch
     from verifiers_rl.types import Batch
 
-    batch = broadcast_batch(Batch(3, 3, samples) if samples else None)
-    lengths = batch.sizes.lengths.tolist()
-    plans = plan_microbatches(lengths, MAX_TOKENS, distributed.get_world_size())
-    return scatter_samples(batch, plans)
+    return broadcast_batch(Batch(3, 3, samples) if samples else None).samples
 
 
 def cost_in_ranks(way: str, num_tokens: int) -> dict[str, float]:

@@ -84,7 +84,7 @@ def main() -> None:
                 trainer.batch.step = step
                 values = files.values_of(trainer.batch)
                 if values is not None:
-                    values.collect(1)
+                    values.collect()
                 state.global_step = step + 1
                 files._wait()
                 before, start = time.clock_gettime(clock), time.monotonic()

@@ -247,12 +247,12 @@ def count(
     casts: Callable[..., Any] = disable_input_dtype_casting if is_after else nullcontext
     layout: Layout = "flat" if is_after else "packed"
     support = ModelSupport(layout, True, base.config.hidden_size, attention="sdpa")
-    plan = plan_batch(sizes, np.ones(len(samples), bool), max_tokens, 1, support)
+    of_ranks, num_shared = plan_batch(sizes, np.ones(len(samples), bool), max_tokens, 1, support)
     policy.train()
     policy.zero_grad()
     counter = Counter()
-    for rows in plan.of_ranks[0][:num]:
-        microbatch = collate(samples, rows, [1.0] * len(samples), 0, plan.num_shared)
+    for rows in of_ranks[0][:num]:
+        microbatch = collate(samples, rows, [1.0] * len(samples), 0, num_shared)
         lengths = [(part.stop - part.start, len(part.path)) for part in microbatch.segments]
         counter.pairs = sum(own * (whole - own / 2) for own, whole in lengths)
         with as_on_a_gpu(is_after, counter), counter, casts(policy):
@@ -260,7 +260,7 @@ def count(
                 given, _ = forward.predict_targets(policy, base, microbatch, args, support, "value")
                 loss = given.sum()
             loss.backward()
-    return counter, len(plan.of_ranks[0])
+    return counter, len(of_ranks[0])
 
 
 def work_of_batch(

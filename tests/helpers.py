@@ -15,7 +15,6 @@ import threading
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
-import numpy as np
 import torch
 from transformers import (
     LlamaConfig,
@@ -39,10 +38,8 @@ from verifiers_rl.types import (
     Batch,
     Rollout,
     Sample,
-    columns_of,
-    join_samples,
-    split_samples,
-    token_bytes,
+    pack_samples,
+    unpack_samples,
 )
 
 ROOT = Path(__file__).parent.parent
@@ -173,12 +170,7 @@ def values_of(sample):
 
 def sent(samples):
     """Copies of the samples, as another process gets them."""
-    lengths = [len(sample.token_ids) for sample in samples]
-    columns = columns_of(samples)
-    flat = np.empty(sum(lengths) * token_bytes(columns), np.uint8)
-    join_samples(samples, columns, flat)
-    flat.flags.writeable = False
-    return split_samples(flat, columns, lengths)
+    return unpack_samples(*pack_samples(samples))
 
 
 class GlooGroup:

@@ -6,6 +6,7 @@ from tests.helpers import run_script
 
 SCRIPT = """
 import sys
+from dataclasses import astuple
 from types import SimpleNamespace
 import numpy as np
 import torch
@@ -14,9 +15,7 @@ from tests.helpers import make_samples, values_of
 from verifiers_rl import RLConfig
 from verifiers_rl.distributed import (
     HostGroup, broadcast_batch, broadcast_outcome, connect_hosts, let_gloo_threads_finish,
-    scatter_samples,
 )
-from verifiers_rl.packing import plan_microbatches
 from verifiers_rl.report.metrics import TOKEN_VALUES, TokenValues
 from verifiers_rl.types import Batch, Rollout
 
@@ -26,41 +25,18 @@ samples = make_samples(9, seed=3)  # the same on both ranks, to compare with
 samples[4].loss_mask[:] = False
 for sample in samples[::2]:
     sample.extras["of_a_fork"] = np.arange(2 * len(sample.token_ids), dtype=np.int16).reshape(-1, 2)
-sent = []
-send = distributed.isend
-
-
-def counting(part, *args):
-    sent.append(part.numel())
-    return send(part, *args)
-
-
-distributed.isend = counting
-for number in (9, 1):  # with one sample, the second rank gets none
-    rollouts = [Rollout(0, "", samples=samples[:2]), Rollout(0, "", samples=samples[2:number])]
-    whole = Batch(7, 6, samples[:number], rollouts)
-    sizes, num_loss_tokens = whole.sizes, whole.num_loss_tokens
-    batch = broadcast_batch(whole if rank == 0 else None)
-    assert (batch.step, batch.policy_version) == (7, 6)
-    assert len(batch.samples) == (number if rank == 0 else 0)
-    assert batch.num_loss_tokens == num_loss_tokens
-    assert batch.sizes.columns == sizes.columns
-    for here, there in zip(batch.sizes.arrays(), sizes.arrays(), strict=True):
-        assert np.array_equal(here, there)
-    lengths = batch.sizes.lengths.tolist()
-    plans = plan_microbatches(lengths, 24, 2)
-    own = sorted(i for rows in plans[rank] for row in rows for i in row)
-    received = scatter_samples(batch, plans)
-    assert sorted(received) == own
-    for i, sample in received.items():
-        assert values_of(sample) == values_of(samples[i])
-        if "of_a_fork" in samples[i].extras:
-            assert np.array_equal(sample.extras["of_a_fork"], samples[i].extras["of_a_fork"])
-    of_second = sum(lengths[i] for rows in plans[1] for row in rows for i in row)
-    assert sent == [(17 + 4) * of_second] * (rank == 0)
-    sent.clear()
-    assert (number == 1) == (of_second == 0) and of_second < sum(lengths)
-# Each rank has values of its own samples; rank 0 gets those of all that are chosen.
+rollouts = [Rollout(0, "", samples=samples[:2]), Rollout(0, "", samples=samples[2:])]
+whole = Batch(7, 6, samples, rollouts)
+batch = broadcast_batch(whole if rank == 0 else None)
+assert (batch.step, batch.policy_version) == (7, 6)
+assert batch.num_loss_tokens == whole.num_loss_tokens
+for here, there in zip(astuple(batch.sizes), astuple(whole.sizes), strict=True):
+    assert np.array_equal(here, there)
+for sample, same in zip(batch.samples, samples, strict=True):
+    assert values_of(sample) == values_of(same)
+    if "of_a_fork" in same.extras:
+        assert np.array_equal(sample.extras["of_a_fork"], same.extras["of_a_fork"])
+# Each rank has values of its own samples, and gets those of all that are chosen.
 batch = broadcast_batch(Batch(7, 6, samples) if rank == 0 else None)
 chosen = np.arange(9) % 3 > 0
 values = TokenValues(batch, chosen, cpu)
@@ -70,21 +46,19 @@ for i in range(rank, 8, 2):  # no rank computes the last one
     inputs = SimpleNamespace(trainer_logprobs=numbers, entropy=-numbers)
     masked = {"masked_share/x": (numbers == 100 * i).float()}
     values.add([i] * bool(num), inputs, masked)
-values.collect(2)
-if rank == 0:
-    have = [i for i in range(9) if TOKEN_VALUES[0] in samples[i].extras]
-    assert have == [1, 2, 4, 5, 7, 8]
-    for i in have:
-        whole = np.stack([samples[i].extras[name] for name in TOKEN_VALUES])
-        assert np.isnan(whole[:, ~samples[i].loss_mask]).all()
-        found = whole[:, samples[i].loss_mask]
-        num = samples[i].num_loss_tokens
-        expected = np.stack([np.arange(num) + 100 * i, -np.arange(num) - 100 * i,
-                             np.arange(num) == 0])
-        assert np.array_equal(found, expected) if i < 8 else np.isnan(found).all() and num
+values.collect()
+have = [i for i in range(9) if TOKEN_VALUES[0] in batch.samples[i].extras]
+assert have == [1, 2, 4, 5, 7, 8]
+for i in have:
+    whole = np.stack([batch.samples[i].extras[name] for name in TOKEN_VALUES])
+    assert np.isnan(whole[:, ~samples[i].loss_mask]).all()
+    found = whole[:, samples[i].loss_mask]
+    num = samples[i].num_loss_tokens
+    expected = np.stack([np.arange(num) + 100 * i, -np.arange(num) - 100 * i,
+                         np.arange(num) == 0])
+    assert np.array_equal(found, expected) if i < 8 else np.isnan(found).all() and num
 empty = broadcast_batch(Batch(8, 7, []) if rank == 0 else None)
-assert empty.num_loss_tokens == 0
-assert scatter_samples(empty, plan_microbatches([], 24, 2)) == {}
+assert empty.num_loss_tokens == 0 and not empty.samples
 try:
     broadcast_outcome(None)
     raised = ""
@@ -108,7 +82,7 @@ let_gloo_threads_finish()
 
 
 @pytest.mark.slow
-def test_each_rank_gets_the_samples_of_its_own_plan_and_the_sizes_of_all(tmp_path):
+def test_each_rank_gets_the_batch_and_the_values_of_its_tokens(tmp_path):
     run_script(tmp_path, SCRIPT)
 
 

@@ -134,11 +134,11 @@ def test_cispo_has_a_mask_by_default_and_other_losses_have_none(loss_fn, options
     "returned, message",
     [
         ([True], "the mask 'own' returned list; expected a tensor of bool"),
-        (torch.tensor(True), r"'own' returned shape \(\); .* a token, \(1,\)"),
+        (torch.tensor(True), r"'own' returned shape \(\); expected a tensor of bool, shape \(1,\)"),
     ],
 )
 def test_a_mask_of_another_shape_or_type_is_refused(returned, message):
-    with pytest.raises((TypeError, ValueError), match=message):
+    with pytest.raises(TypeError, match=message):
         with_masks(cispo, {"own": lambda inputs: returned})(make_inputs([0.5], [0.5], [1.0]))
 
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.helpers import sent
 from verifiers_rl.packing import collate, plan_microbatches
-from verifiers_rl.types import ROUTED_EXPERTS, Sample, SampleSizes
+from verifiers_rl.types import ROUTED_EXPERTS, Sample
 
 
 def make_sample(length, advantage=0.5):
@@ -72,7 +72,7 @@ def test_little_work_is_split_and_what_cannot_be_leaves_empty_microbatches():
 
 
 def test_collate_lays_samples_out_in_rows():
-    samples = sent([make_sample(2), make_sample(4, 0.25), make_sample(1)])  # which are read-only
+    samples = sent([make_sample(2), make_sample(4, 0.25), make_sample(1)])
     microbatch = collate(samples, [[1], [0, 2]], weights=[1.0, 2.0, 3.0], pad_token_id=9)
     expected = {
         "input_ids": [[0, 1, 2, 3], [0, 1, 0, 9]],
@@ -107,7 +107,7 @@ def test_an_empty_microbatch_is_one_row_without_loss():
     sample = make_sample(3, 0.1)
     sample.extras |= {"mark": np.ones((3, 2), np.int8), "score": np.ones(3, np.float32)}
     sample.extras[ROUTED_EXPERTS] = np.ones((3, 1, 1), np.int16)
-    microbatch = collate([], [], [], 9, columns_of_batch=SampleSizes.of([sample]).columns)
+    microbatch = collate([sample], [], [1.0], 9)
     targets = microbatch.targets
     assert microbatch.input_ids.tolist() == [[9, 9]]
     assert not microbatch.has_loss and microbatch.num_tokens == 0
@@ -122,7 +122,7 @@ def test_a_column_without_a_number_for_none_is_refused(dtype):
     sample = make_sample(3)
     sample.extras["is_hard"] = np.ones(sample.num_tokens, dtype)
     with pytest.raises(ValueError, match=r"extras\['is_hard'\] has the dtype .*, such as .astype"):
-        SampleSizes.of([sample])
+        collate([sample], [[0]], [1.0], 9)
 
 
 def test_columns_of_samples_are_as_wide_as_the_widest_and_hold_all_numbers():

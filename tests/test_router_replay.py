@@ -14,7 +14,7 @@ from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.inference.packed_tokens import unpack_experts
 from verifiers_rl.models import check_policy, load_policy
 from verifiers_rl.packing import collate
-from verifiers_rl.router_replay import RouterReplay, replay_experts, routers_of
+from verifiers_rl.router_replay import replay_experts, routers_of
 from verifiers_rl.types import ROUTED_EXPERTS, Sample
 
 SIZES = {
@@ -65,15 +65,16 @@ def test_replayed_experts_are_used_and_weighed_by_the_models_own_scores(name):
         experts = chosen_by(model, ids)
         expected = model(input_ids=ids).logits
         other = copy.deepcopy(model)
-        replay = RouterReplay(other)
-        replay.experts = experts
+        replay_experts(other, experts)
         assert (other(input_ids=ids).logits - expected).abs().max() < 1e-6
         # Other experts give other logits, and -1 the router's own.
-        replay.experts = (experts + 1) % replay.routers[0][1].num_experts
+        routers = routers_of(other)
+        others = (experts + 1) % routers[0][1].num_experts
+        replay_experts(other, others)
         assert (other(input_ids=ids).logits - expected).abs().max() > 1e-4
-        layers = [layer for layer, _ in replay.routers]
-        assert torch.equal(chosen_by(other, ids)[:, :, layers], replay.experts[:, :, layers])
-        replay.experts = torch.full_like(experts, -1)
+        layers = [layer for layer, _ in routers]
+        assert torch.equal(chosen_by(other, ids)[:, :, layers], others[:, :, layers])
+        replay_experts(other, torch.full_like(experts, -1))
         assert torch.equal(other(input_ids=ids).logits, expected)
 
 

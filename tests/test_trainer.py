@@ -898,11 +898,11 @@ def test_a_microbatch_without_loss_tokens_adds_nothing_whatever_the_loss_makes_o
     trainer = make_trainer(loss_fn=divided_by_a_spread)
     trainer.tried_support, means = ModelSupport(), TokenMeans()
     # What a rank gets that has no samples left.
-    loss = trainer.microbatch_loss(trainer.model, collate({}, [], [], pad_token_id=0), means)
+    loss = trainer.microbatch_loss(trainer.model, collate([], [], [], pad_token_id=0), means)
     loss.backward()
     assert loss.item() == 0.0
     assert all(p.grad is not None and not p.grad.any() for p in trainer.model.parameters())
-    assert set(means.reduce(1, 1).values()) == {0.0}
+    assert set(means.reduce(1).values()) == {0.0}
 
 
 def test_the_option_of_attention_reaches_the_step(make_trainer, tmp_path):

@@ -124,7 +124,7 @@ class GroupFilter:
 
     Attributes:
         min_reward_variance: a group with a smaller variance (over n) does not pass; 0: all pass.
-        min_reward, max_reward: bounds of the mean reward; None for no bound.
+        min_reward, max_reward: bounds of the mean reward.
         max_oversampling: the most groups that are generated for one group of a batch, >= 1.
 
     Raises:
@@ -132,20 +132,21 @@ class GroupFilter:
     """
 
     min_reward_variance: float = 0.0
-    min_reward: float | None = None
-    max_reward: float | None = None
+    min_reward: float = -math.inf
+    max_reward: float = math.inf
     max_oversampling: float = 3.0
 
     def __post_init__(self) -> None:
         for f in fields(self):
             value, least = getattr(self, f.name), _LEAST.get(f.name, -math.inf)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not (is_number and least <= value < math.inf) and (value, f.default) != (None, None):
+            if not (is_number and least <= value < math.inf) and value != f.default:
                 bound = f" >= {least:g}" if f.name in _LEAST else ""
                 raise ValueError(f"{f.name}={value!r}: must be a number{bound}")
-        low, high = self.min_reward, self.max_reward
-        if low is not None and high is not None and low > high:
-            raise ValueError(f"min_reward={low!r}: must not be above max_reward={high!r}")
+        if self.min_reward > self.max_reward:
+            raise ValueError(
+                f"min_reward={self.min_reward!r}: must not be above max_reward={self.max_reward!r}"
+            )
         if self.lets_all_pass and self.max_oversampling != GroupFilter.max_oversampling:
             raise ValueError(
                 f"max_oversampling={self.max_oversampling!r}: without effect unless "
@@ -154,7 +155,10 @@ class GroupFilter:
 
     @property
     def lets_all_pass(self) -> bool:
-        return (self.min_reward_variance, self.min_reward, self.max_reward) == (0, None, None)
+        return self.min_reward_variance == 0 and (self.min_reward, self.max_reward) == (
+            -math.inf,
+            math.inf,
+        )
 
     def passes(self, group: Sequence[Rollout]) -> bool:
         taught = (r.has_own_advantages or r.added_advantages is not None for r in group)
@@ -165,11 +169,8 @@ class GroupFilter:
 
     def _passes(self, survivors: Sequence[Rollout]) -> bool:
         rewards = np.array([rollout.reward for rollout in survivors])
-        return bool(
-            rewards.var() >= self.min_reward_variance
-            and (self.min_reward is None or rewards.mean() >= self.min_reward)
-            and (self.max_reward is None or rewards.mean() <= self.max_reward)
-        )
+        is_between = self.min_reward <= rewards.mean() <= self.max_reward
+        return bool(is_between and rewards.var() >= self.min_reward_variance)
 
 
 # With those that turn the direction of the text behind them.

@@ -12,7 +12,7 @@ import atexit
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -23,16 +23,8 @@ from torch import distributed
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, StateDictType
 
 from verifiers_rl.config import ConfigError, RLConfig
-from verifiers_rl.packing import Rows
 from verifiers_rl.process.interrupts import Interrupted
-from verifiers_rl.types import (
-    Batch,
-    Sample,
-    SampleSizes,
-    join_samples,
-    split_samples,
-    token_bytes,
-)
+from verifiers_rl.types import Batch, pack_samples, unpack_samples
 
 # The other ranks wait so long for rank 0. Its own waits, for rollouts and servers, have deadlines,
 # of which it tells them; and if its process ends, they notice at once.
@@ -40,50 +32,17 @@ LONGEST_WAIT_S = 7 * 86_400.0
 
 
 def broadcast_batch(batch: Batch | None) -> Batch:
-    """Return rank 0's batch on every rank, without its samples on the others; `scatter_samples`
-    brings those.
+    """Return rank 0's batch on every rank, on the others with its samples alone. They go from CPU
+    to CPU; with one rank nothing is sent.
     """
     if _hosts is None:
         assert batch is not None
         return batch
-    message: Any = None
-    if batch is not None:
-        columns = [(n, d.base.str, d.shape) for n, d in batch.sizes.columns.items()]
-        arrays = [array.tolist() for array in batch.sizes.arrays()]
-        message = (batch.step, batch.policy_version, columns, arrays)
-    step, policy_version, columns, arrays = _hosts.broadcast(message)
-    if batch is not None:
-        return batch
-    of_token = {name: np.dtype((base, tuple(shape))) for name, base, shape in columns}
-    sizes = SampleSizes(of_token, *(np.array(array, np.int64) for array in arrays))
-    return Batch(step, policy_version, [], known_sizes=sizes)
-
-
-def scatter_samples(batch: Batch, plans: Sequence[Sequence[Rows]]) -> dict[int, Sample]:
-    """Return on each rank the samples of its own plan, by their index in the batch. Rank 0 sends
-    them from CPU to CPU; with one rank nothing is sent.
-
-    Args:
-        batch: from `broadcast_batch`.
-        plans: of each rank, from `plan_microbatches`.
-    """
-    if _hosts is None:
-        return dict(enumerate(batch.samples))
-    lengths, columns = batch.sizes.lengths, batch.sizes.columns
-    indices = [[i for rows in plan for row in rows for i in row] for plan in plans]
-    num_bytes = [int(lengths[part].sum()) * token_bytes(columns) for part in indices]
-    rank = distributed.get_rank()
-    flat = np.empty(num_bytes[rank], np.uint8)
-    if rank > 0:
-        _hosts.receive(flat)
-    else:
-        parts = [flat, *(np.empty(number, np.uint8) for number in num_bytes[1:])]
-        for part, bytes_of_part in zip(indices, parts, strict=True):
-            join_samples([batch.samples[i] for i in part], columns, bytes_of_part)
-        _hosts.send(parts)
-    own = indices[rank]
-    arrived = split_samples(flat, columns, lengths[own].tolist())
-    return dict(zip(own, arrived, strict=True))
+    message, content = pack_samples(batch.samples if batch is not None else [])
+    numbers = (batch.step, batch.policy_version) if batch is not None else None
+    message, (step, policy_version) = _hosts.broadcast([message, numbers])
+    content = _hosts.broadcast_bytes(content)
+    return batch or Batch(step, policy_version, unpack_samples(message, content))
 
 
 def broadcast_outcome(outcome: dict[str, Any] | BaseException | None) -> dict[str, Any]:
@@ -141,25 +100,18 @@ class HostGroup:
             ) from error
         return int(tensor)
 
+    def broadcast_bytes(self, content: np.ndarray) -> np.ndarray:
+        """Return rank 0's bytes, (B,) uint8, on every rank."""
+        size = self.broadcast_number(len(content))
+        if distributed.get_rank() > 0:
+            content = np.empty(size, np.uint8)
+        distributed.broadcast(torch.from_numpy(content), 0, self._group)
+        return content
+
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's value on every rank, as JSON has it."""
-        payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        size = self.broadcast_number(len(payload))
-        if distributed.get_rank() > 0:
-            payload = torch.empty(size, dtype=torch.uint8)
-        distributed.broadcast(payload, 0, self._group)
-        return json.loads(payload.numpy().tobytes())
-
-    def send(self, parts: Sequence[np.ndarray]) -> None:
-        """Send each other rank its part, on rank 0."""
-        tensors = enumerate(map(torch.from_numpy, parts))
-        sent: list[Any] = [distributed.isend(p, rank, self._group) for rank, p in tensors if rank]
-        for work in sent:
-            work.wait(self._timeout)
-
-    def receive(self, part: np.ndarray) -> None:
-        """Fill this rank's part with what rank 0 sends."""
-        distributed.recv(torch.from_numpy(part), 0, self._group)
+        text = np.frombuffer(bytearray(json.dumps(value).encode()), np.uint8)
+        return json.loads(self.broadcast_bytes(text).tobytes())
 
     def begin_max(self, number: int) -> Callable[[], int]:
         """Begin to take the largest of the ranks' numbers. The function returned waits for it."""

@@ -417,7 +417,7 @@ def _probe(model: nn.Module) -> tuple[Tensor, float]:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Inside, nothing of the model is random, and no gradient is kept."""
     was_training = model.training
     model.eval()
@@ -438,7 +438,7 @@ def check_head(model: nn.Module, base: nn.Module) -> None:
     if getattr(base, "get_output_embeddings", lambda: None)() is None:
         raise ConfigError(f"model: {type(base).__name__} has no output embeddings; take another")
     ids, tolerance = _probe(base)
-    with _evaluating(model):
+    with evaluating(model):
         expected = model(input_ids=ids, use_cache=False).logits[0]
         with hidden_states_in_place_of_logits(base) as to_logits:
             given = to_logits(model(input_ids=ids, use_cache=False).logits[0])
@@ -463,7 +463,7 @@ def reason_against_sharing_rows(model: nn.Module, base: nn.Module) -> str | None
         return "it takes no position_ids"
     ids, tolerance = _probe(base)
     positions = torch.arange(8, device=ids.device).repeat(1, 2)
-    with _evaluating(model):
+    with evaluating(model):
         together = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, 8:]
         alone = model(input_ids=ids[:, 8:], use_cache=False).logits[0]
     if not _difference(together, alone) < tolerance:
@@ -507,7 +507,7 @@ def reason_against_sharing_prefixes(
     def logits_of(input_ids: Tensor, **inputs: Any) -> Tensor:
         return model(input_ids=input_ids, use_cache=False, **inputs).logits[0]
 
-    with _evaluating(model):
+    with evaluating(model):
         for way in ways:
             inputs = inputs_of_shared_rows(shared, implementation, way)
             try:
@@ -555,7 +555,7 @@ def saved_bytes(base: Any, num_tokens: int) -> int:
 
     vocab_size = base.config.get_text_config().vocab_size
     with (
-        _evaluating(base),  # layers that have checkpoints in training keep all
+        evaluating(base),  # layers that have checkpoints in training keep all
         torch.enable_grad(),
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
         hidden_states_in_place_of_logits(base),

@@ -9,8 +9,9 @@ they exist for one chunk of tokens at a time. If the head is trained, backward r
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -157,11 +158,8 @@ class _FrozenHead(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         head: Callable[[Tensor], Tensor],
-        targets: Tensor,
-        temperature: float,
-        num_chunks: int,
+        predictions: Sequence[Callable[..., tuple[Tensor, Tensor]]],
         entropy_mode: Entropy,
-        allowed: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         results = []
         # A pass for each output that has a gradient: only one backward follows each call of the
@@ -169,19 +167,12 @@ class _FrozenHead(torch.autograd.Function):
         modes: list[Entropy] = [entropy_mode]
         if entropy_mode == "gradient":
             modes = ["none", "gradient"]
-        for chunk, chunk_targets, chunk_allowed in _chunks(hidden, targets, allowed, num_chunks):
-            chunk = chunk.detach().requires_grad_()
+        for states, predict in zip(hidden.tensor_split(len(predictions)), predictions, strict=True):
+            chunk = states.detach().requires_grad_()
             gradients: list[Tensor] = []
             for number, mode in enumerate(modes):
                 with torch.enable_grad():
-                    outputs = token_logprobs_and_entropy(
-                        head(chunk),
-                        chunk_targets,
-                        temperature,
-                        mode,
-                        overwrite=True,
-                        allowed=chunk_allowed,
-                    )
+                    outputs = predict(head(chunk), entropy=mode)
                     gradients += torch.autograd.grad(outputs[number].sum(), chunk)
             results.append((*(output.detach() for output in outputs), *gradients))
         logprobs, entropy, *gradients = (torch.cat(parts) for parts in zip(*results, strict=True))
@@ -195,7 +186,7 @@ class _FrozenHead(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gradients = ctx.saved_tensors  # of the logprobs, and of the entropy if it has one
         terms = [grad[:, None] * gradient for grad, gradient in zip(grads, gradients, strict=False)]
-        return sum(terms[1:], terms[0]).to(gradients[0].dtype), *[None] * 6
+        return sum(terms[1:], terms[0]).to(gradients[0].dtype), None, None, None
 
 
 def chunked_logprobs_and_entropy(
@@ -228,12 +219,16 @@ def chunked_logprobs_and_entropy(
         logprobs (N,) and entropy (N,), as from `token_logprobs_and_entropy`.
     """
     num_chunks = max(-(-len(targets) // chunk_size), min_chunks)
+    ids = [None] * num_chunks if allowed is None else allowed.tensor_split(num_chunks)
+    predict = partial(token_logprobs_and_entropy, temperature=temperature, overwrite=True)
+    predictions = [
+        partial(predict, targets=chunk_targets, allowed=chunk_ids)
+        for chunk_targets, chunk_ids in zip(targets.tensor_split(num_chunks), ids, strict=True)
+    ]
     if hidden.requires_grad and torch.is_grad_enabled() and not head_is_trained:
-        return _FrozenHead.apply(hidden, head, targets, temperature, num_chunks, entropy, allowed)
+        return _FrozenHead.apply(hidden, head, predictions, entropy)
 
-    def run_chunk(
-        chunk: Tensor, chunk_targets: Tensor, chunk_allowed: Tensor | None, is_last: bool
-    ) -> tuple[Tensor, Tensor]:
+    def run_chunk(chunk: Tensor, predict: Callable[..., Any]) -> Any:
         is_recomputed = False
 
         def project(chunk: Tensor) -> tuple[Tensor, Tensor]:
@@ -241,36 +236,15 @@ def chunked_logprobs_and_entropy(
             # Backward does not need an entropy that has no gradient.
             mode = "none" if is_recomputed and entropy == "value" else entropy
             is_recomputed = True
-            return token_logprobs_and_entropy(
-                head(chunk),
-                chunk_targets,
-                temperature,
-                mode,
-                overwrite=True,
-                allowed=chunk_allowed,
-            )
+            return predict(head(chunk), entropy=mode)
 
         # Backward begins with the last chunk, so a checkpoint of it would save nothing.
+        is_last = predict is predictions[-1]
         return project(chunk) if is_last else checkpoint(project, chunk, use_reentrant=False)
 
-    chunks = [
-        run_chunk(*parts, is_last=i == num_chunks - 1)
-        for i, parts in enumerate(_chunks(hidden, targets, allowed, num_chunks))
-    ]
-    return torch.cat([c[0] for c in chunks]), torch.cat([c[1] for c in chunks])
-
-
-def _chunks(
-    hidden: Tensor, targets: Tensor, allowed: Tensor | None, num_chunks: int
-) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-    """Split hidden states (N, hidden_size), targets (N,) and what is allowed into chunks."""
-    nothing = [None] * num_chunks
-    return zip(
-        hidden.tensor_split(num_chunks),
-        targets.tensor_split(num_chunks),
-        nothing if allowed is None else allowed.tensor_split(num_chunks),
-        strict=True,
-    )
+    results = map(run_chunk, hidden.tensor_split(num_chunks), predictions)
+    logprobs, entropies = zip(*results, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
 
 
 # Number of logits in a chunk: 256 MB in float32, on a GPU 1 GB. There each chunk reads the head's
@@ -316,7 +290,8 @@ class _HeadIn(TorchFunctionMode):
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not nn.functional.linear or kwargs or not self._is_of_head(args[1]):
+        is_linear = func is nn.functional.linear and not kwargs
+        if not is_linear or not any(args[1] is weight for weight in self._head.parameters()):
             return func(*args, **(kwargs or {}))
         hidden, *weights = (a for a in args if a is not None)
         kind, dtype = hidden.device.type, hidden.dtype
@@ -325,9 +300,6 @@ class _HeadIn(TorchFunctionMode):
         dtype = self._dtype or dtype
         with torch.autocast(kind, enabled=False):
             return func(hidden.to(dtype), *(self._in_dtype(weight, dtype) for weight in weights))
-
-    def _is_of_head(self, weight: Tensor) -> bool:
-        return any(weight is parameter for parameter in self._head.parameters())
 
     def _in_dtype(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         needs_grad = weight.requires_grad and torch.is_grad_enabled()
@@ -368,28 +340,25 @@ def hidden_states_in_place_of_logits(
     in_dtype = _HeadIn(head, head_dtype, shares=not has_to_gather)
 
     def to_logits(hidden: Tensor) -> Tensor:
-        with _with_forward(head, real_forward), in_dtype:
+        with _replaced(head, "forward", real_forward), in_dtype:
             logits = head(hidden) if has_to_gather else real_forward(hidden)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     # A copy, because FSDP2 cannot hook a view.
-    with _with_forward(head, lambda hidden: hidden.clone()):
-        if cap is not None:
-            config.final_logit_softcapping = None
-        try:
-            yield to_logits
-        finally:
-            if cap is not None:
-                config.final_logit_softcapping = cap
+    with (
+        _replaced(head, "forward", lambda hidden: hidden.clone()),
+        _replaced(config, "final_logit_softcapping", None),
+    ):
+        yield to_logits
 
 
 @contextmanager
-def _with_forward(module: Any, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    patched = module.__dict__.get("forward")  # for example by a hook of accelerate
-    module.forward = forward
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, this attribute has another value."""
+    own = {key: old for key, old in vars(owner).items() if key == name}
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        del module.forward  # the class's own forward applies again
-        if patched is not None:
-            module.forward = patched
+        delattr(owner, name)  # that of the class applies again, such as its forward
+        vars(owner).update(own)  # for example a forward that a hook of accelerate has set

@@ -139,17 +139,17 @@ def add_terms(loss_fn: LossFn, *terms: LossFn) -> LossFn:
     return needs(*what)(total)
 
 
+def _kind(value: Any) -> str:
+    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
 def check_outputs(outputs: Any, inputs: LossInputs) -> None:
     """Raise TypeError or ValueError if a loss function does not keep its contract."""
     if not isinstance(outputs, LossOutputs):
         raise TypeError(f"loss_fn returned {type(outputs).__name__}; expected LossOutputs(loss)")
-
-    def kind(value: Any) -> str:
-        return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-
     if not isinstance(outputs.loss, Tensor) or outputs.loss.dim() > 0:
         raise ValueError(
-            f"loss_fn returned a loss of {kind(outputs.loss)}; expected a scalar tensor, the sum "
+            f"loss_fn returned a loss of {_kind(outputs.loss)}; expected a scalar tensor, the sum "
             "over the loss tokens"
         )
     if inputs.trainer_logprobs.requires_grad and not outputs.loss.requires_grad:
@@ -160,8 +160,8 @@ def check_outputs(outputs: Any, inputs: LossInputs) -> None:
     for name, values in outputs.metrics.items():
         if not isinstance(values, Tensor) or values.shape != inputs.weights.shape:
             raise ValueError(
-                f"loss_fn returned the metric {name!r} of {kind(values)}; expected one number a "
-                f"token, {kind(inputs.weights)}"
+                f"loss_fn returned the metric {name!r} of {_kind(values)}; expected one number a "
+                f"token, {_kind(inputs.weights)}"
             )
 
 
@@ -317,7 +317,7 @@ def with_masks(loss_fn: LossFn, masks: Mapping[str, MaskFn]) -> LossFn:
         masks: by name. For each, the loss gets a metric `masked_share/NAME`.
 
     Raises (when called):
-        TypeError, ValueError: a mask returns something else than (N,) bool.
+        TypeError: a mask returns something else than (N,) bool.
     """
     if not masks:
         return loss_fn
@@ -328,13 +328,11 @@ def with_masks(loss_fn: LossFn, masks: Mapping[str, MaskFn]) -> LossFn:
         metrics = {}
         for name, mask in masks.items():
             marked = mask(inputs)
-            if not isinstance(marked, Tensor) or marked.dtype != torch.bool:
-                kind = getattr(marked, "dtype", type(marked).__name__)
-                raise TypeError(f"the mask {name!r} returned {kind}; expected a tensor of bool")
-            if marked.shape != is_masked.shape:
-                raise ValueError(
-                    f"the mask {name!r} returned shape {tuple(marked.shape)}; expected one value a "
-                    f"token, {tuple(is_masked.shape)}"
+            is_bool = isinstance(marked, Tensor) and marked.dtype == torch.bool
+            if not is_bool or marked.shape != is_masked.shape:
+                raise TypeError(
+                    f"the mask {name!r} returned {_kind(marked)}; expected a tensor of bool, "
+                    f"{_kind(is_masked)}"
                 )
             metrics[f"masked_share/{name}"] = marked.float()
             is_masked = is_masked | marked
@@ -503,15 +501,11 @@ def bind_options(function: Callable[..., _R], what: str, options: Any) -> Callab
     if not isinstance(options, dict):
         raise ValueError(f"{what}: {options!r} must be a table such as {{eps_high = 4.0}}")
     signature = inspect.signature(function)
-    if unknown := [option for option in options if option not in signature.parameters]:
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-        known = ", ".join([*signature.parameters][1:]) or "none"
-        if not takes_any:
-            raise ValueError(f"{what}: there is no {unknown[0]!r}; there is {known}")
     try:
         values = signature.bind(None, **options)  # the inputs
     except TypeError as error:
-        raise ValueError(f"{what}: {error}") from error
+        known = ", ".join([*signature.parameters][1:]) or "none"
+        raise ValueError(f"{what}: {error}; there is {known}") from error
     if function in (*LOSSES.values(), *MASKS.values()):
         for option, value in options.items():
             if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:

@@ -139,25 +139,17 @@ def _load_folder(model: str, dtype: torch.dtype) -> Any:
 def _load_base(model: str, dtype: torch.dtype, revision: str | None = None) -> Any:
     options: dict[str, Any] = {"dtype": dtype, **({"revision": revision} if revision else {})}
     config = AutoConfig.from_pretrained(model, revision=revision or "main")
-    if quantization := _dequantized(config):
-        config.quantization_config = quantization
+    quantization = getattr(config, "quantization_config", None) or {}
+    is_quantized = quantization.get("quant_method") in _DEQUANTIZED
+    if is_quantized:  # load it as plain weights, which can be trained
+        config.quantization_config = {**quantization, "dequantize": True}
         options["config"] = config
     loaded = auto_class(config.model_type).from_pretrained(model, **options)
-    if quantization:
+    if is_quantized:
         loaded = loaded.to(dtype)
         # Else plain weights would be saved under the names of quantised ones.
         loaded._weight_conversions = None
     return loaded
-
-
-def _dequantized(config: Any) -> dict[str, Any] | None:
-    """Return what makes transformers load a quantised checkpoint as plain weights, which can be
-    trained. None for other checkpoints.
-    """
-    quantization = getattr(config, "quantization_config", None)
-    if not isinstance(quantization, dict) or quantization.get("quant_method") not in _DEQUANTIZED:
-        return None
-    return {**quantization, "dequantize": True}
 
 
 def _set_attention(model: Any, implementation: str | None) -> None:
@@ -226,30 +218,25 @@ def default_target_modules(model: Any) -> list[str]:
     Raises:
         ConfigError: the model has no such layers.
     """
+    from peft.tuners.tuners_utils import _find_minimal_target_modules
+
     wanted = linear_layers(model)
     if not wanted:
         raise ConfigError(
             f"lora_target_modules: {type(model).__name__} has no linear layers that are known; "
             "name its layers, or set use_lora=False"
         )
-    others = [name for name, _ in model.named_modules() if name and name not in wanted]
-    # A layer's experts may be one tensor. PEFT would take the three names below for its parts in a
-    # checkpoint, and adapt the experts.
-    has_experts = any(name.endswith(".experts") for name in others)
     refused = _REFUSED_BY_PEFT if model.config.model_type in _MAMBA else ()
-    names: dict[str, None] = {}
-    for name in wanted:
-        parts = name.split(".")
-        if parts[-1] in refused:
-            continue
-        for start in reversed(range(len(parts))):
-            short = ".".join(parts[start:])
-            is_of_experts = has_experts and short in ("gate_proj", "up_proj", "down_proj")
-            if not is_of_experts and not any(f".{o}".endswith(f".{short}") for o in others):
-                break
-        names[short] = None
+    adapted = [name for name in wanted if name.split(".")[-1] not in refused]
+    others = [name for name, _ in model.named_modules() if name and name not in wanted]
+    has_experts = any(name.endswith(".experts") for name in others)
+    if has_experts:
+        # A layer's experts may be one tensor. PEFT would take these names for its parts in a
+        # checkpoint, and adapt the experts.
+        others += ["gate_proj", "up_proj", "down_proj"]
+    names = _find_minimal_target_modules(adapted, others)
     taken = _taken_for_experts(model, names) if has_experts else set()
-    return [name for name in names if name not in taken]
+    return sorted(names - taken)
 
 
 def _taken_for_experts(model: Any, names: Iterable[str]) -> set[str]:

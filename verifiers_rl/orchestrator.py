@@ -210,21 +210,12 @@ class Orchestrator:
         if len(passing) < num_groups:
             logger.warning(
                 "%d of the %d groups generated pass, %d are wanted: loosen group_filter or raise "
-                "its max_oversampling: %s",
-                len(passing),
-                len(groups),
-                num_groups,
-                self.group_filter,
+                "its max_oversampling",
+                *(len(passing), len(groups), num_groups),
             )
         rollouts = [rollout for group in passing for rollout in group if rollout.error is None]
-        if not any(rollout.samples for rollout in rollouts):
-            # Show people those that did not pass; no step is taken.
-            rollouts = [r for group in groups for r in group if r.error is None and r.samples]
-            rollouts = rollouts[: self.args.batch_size]
-            for rollout in rollouts:
-                rollout.leave_out_of_loss()
         samples = [sample for rollout in rollouts for sample in rollout.samples]
-        if not samples:
+        if not any(r.samples for group in groups for r in group if r.error is None):
             raise RolloutError(
                 "no agent took a turn in any rollout that did not fail, so there is no token to "
                 "train on: does the environment end its episodes before the first turn?"

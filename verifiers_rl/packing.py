@@ -25,23 +25,16 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import register_dataclass, tree_map_only
 
-from verifiers_rl.types import (
-    ROUTED_EXPERTS,
-    Columns,
-    Sample,
-    SampleSizes,
-    columns_of,
-    join_column,
-)
+from verifiers_rl.types import ROUTED_EXPERTS, Sample, SampleSizes, columns_of, lay_out
 
 Layout = Literal["flat", "packed", "padded"]
 Rows = list[list[int]]  # for each row, the indices of its samples
@@ -55,7 +48,6 @@ MIN_COMMON = 32  # tokens in common that are worth a call of attention in each l
 # The extras that the model needs where it computes a token. All others go with the prediction of
 # the token, if it carries loss.
 OF_INPUTS = (ROUTED_EXPERTS,)
-OF_TARGETS = ("token_ids", "inference_logprobs", "advantages")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +105,6 @@ class Microbatch:
             k <= q < visible_until[k].
         targets: the tokens that carry loss. Without one, a token that the loss must not count, so
             that forward and backward have something to compute.
-        has_loss: whether `targets` carry loss.
         sample_ids: the samples whose tokens `targets` has, one after the other, by their index in
             the batch; empty without loss.
         extras: those `OF_INPUTS` that a sample has, (B, T, ...) each; -1 where there is none.
@@ -127,12 +118,16 @@ class Microbatch:
     position_ids: Tensor
     visible_until: Tensor
     targets: Targets
-    has_loss: bool
     segments: list[Segment]
     shares_prefixes: bool
     num_tokens: int
     sample_ids: list[int] = field(default_factory=list)
     extras: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether `targets` carry loss."""
+        return bool(self.sample_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,19 +147,6 @@ class ModelSupport:
     hidden_size: int = 1024
     attention: str = "sdpa"
     token_budget: int | None = None
-
-
-class Plan(NamedTuple):
-    """How a batch is computed.
-
-    Attributes:
-        of_ranks: for each rank, for each of its microbatches, the rows.
-        num_shared: (S,) int64, how many tokens at its beginning each sample has in common with the
-            sample before it in its row.
-    """
-
-    of_ranks: list[list[Rows]]
-    num_shared: np.ndarray
 
 
 def plan_microbatches(
@@ -274,7 +256,7 @@ def plan_batch(
     max_tokens: int,
     num_ranks: int,
     support: ModelSupport,
-) -> Plan:
+) -> tuple[list[list[Rows]], np.ndarray]:
     """Do as `plan_microbatches`, for the samples of a batch and their common beginnings. Samples
     with a common beginning go into one row, where that saves time.
 
@@ -283,6 +265,10 @@ def plan_batch(
         is_computed: (S,) bool, the samples to plan.
         max_tokens, num_ranks: see `plan_microbatches`.
         support: of the model.
+
+    Returns:
+        For each rank, for each of its microbatches, the rows; and (S,) int64, how many tokens at
+        its beginning each sample has in common with the sample before it in its row.
     """
     widest = max_tokens if support.shares_prefixes else 0  # no row has room for a second sample
     if support.attention == "eager":
@@ -294,7 +280,7 @@ def plan_batch(
         [[[i for bundle in row for i in bundles[bundle]] for row in rows] for rows in plan]
         for plan in plans
     ]
-    return Plan(of_ranks, num_shared)
+    return of_ranks, num_shared
 
 
 def _bundle(
@@ -338,24 +324,21 @@ def _saves_time(width: int, own: int, common: int, max_tokens: int, hidden_size:
 
 
 def collate(
-    samples: Mapping[int, Sample] | Sequence[Sample],
+    samples: Sequence[Sample],
     rows: Rows,
     weights: Sequence[float],
     pad_token_id: int,
     num_shared: Sequence[int] | np.ndarray | None = None,
-    columns_of_batch: Columns | None = None,
 ) -> Microbatch:
     """Lay out samples as rows of equal width. Without rows, return one padding row without loss.
 
     Args:
-        samples: by their index in the batch; those in `rows` are enough.
+        samples: of the batch, whose columns a row without samples has, too.
         rows: indices of samples, from `plan_batch`.
         weights: weight of each sample's loss tokens in the batch's loss.
         pad_token_id: fills the rest of each row.
         num_shared: from `plan_batch`; by default, no sample shares tokens.
-        columns_of_batch: `SampleSizes.columns`, which a microbatch without loss tokens has, too.
     """
-    used = [samples[i] for row in rows for i in row]
     shares = {i: int(num_shared[i]) for row in rows for i in row} if num_shared is not None else {}
     # At least 2, because a row of one token predicts nothing.
     width = max([2, *(sum(samples[i].num_tokens - shares.get(i, 0) for i in r) for r in rows)])
@@ -364,15 +347,15 @@ def collate(
     positions = np.arange(width)
     position_ids = np.tile(positions, (shape[0], 1))
     visible_until = np.full(shape, width)
-    columns = columns_of(used)
+    columns = columns_of([samples[i] for row in rows for i in row] or samples)
     extras = {
         name: np.full((*shape, *columns[name].shape), -1, columns[name].base)
         for name in OF_INPUTS
         if name in columns
     }
     segments: list[Segment] = []
-    targets: list[dict[str, np.ndarray]] = []  # of each sample that has any
-    sample_ids: list[int] = []
+    sample_ids: list[int] = []  # of samples with loss tokens, and of each of them:
+    sources: list[tuple[Sample, float, int, np.ndarray, np.ndarray]] = []
     num_tokens = 0
     for r, row in enumerate(rows):
         stop = start_of_last = 0
@@ -394,16 +377,7 @@ def collate(
                 start_of_last = start
             (at,) = sample.loss_mask.nonzero()  # its first token is not in the loss
             if len(at):
-                targets.append(
-                    {
-                        "rows": np.full(len(at), r),
-                        "offsets": path[at - 1],
-                        "sequence_ids": np.full(len(at), len(sample_ids)),
-                        "weights": np.full(len(at), weights[i], np.float32),
-                        **{name: getattr(sample, name)[at] for name in OF_TARGETS},
-                        **{n: c[at] for n, c in sample.extras.items() if n not in OF_INPUTS},
-                    }
-                )
+                sources.append((sample, weights[i], r, at, path[at - 1]))
                 sample_ids.append(i)
         num_tokens += stop
         if stop < width:
@@ -412,43 +386,46 @@ def collate(
         # looks like one sequence.
         first = position_ids[r, start_of_last]
         position_ids[r, start_of_last:] = first + positions[: width - start_of_last]
-    if not targets:
+    if not sources:
         # The head must take part in every backward, or DDP waits for its gradient. So one token is
         # predicted, and its loss is not used.
-        nothing: dict[str, Any] = {
-            name: np.zeros(1, np.float32) for name in (*OF_TARGETS, "weights")
-        }
-        zeros = dict.fromkeys(("rows", "offsets", "sequence_ids"), np.zeros(1, np.int64))
-        nothing |= {
-            name: join_column([(1, None), (0, np.empty((0, *dtype.shape), dtype.base))])
-            for name, dtype in (columns_of_batch or {}).items()
+        nothing = Sample(input_ids[0, :2], positions[:2] == 1, np.zeros(2), np.zeros(2))
+        sources.append((nothing, 0.0, 0, positions[1:2], positions[:1]))
+    parts, weights, rows_of_parts, loss_tokens, offsets = zip(*sources, strict=True)
+    counts = torch.tensor([len(at) for at in loss_tokens])
+
+    def column_of_targets(name: str) -> Tensor:
+        column = np.empty((int(counts.sum()), *columns[name].shape), columns[name].base)
+        whole = (part.column(name) for part in parts)
+        own = [None if c is None else c[at] for c, at in zip(whole, loss_tokens, strict=True)]
+        lay_out([*zip(counts.tolist(), own, strict=True)], column)
+        return torch.from_numpy(column)
+
+    targets = Targets(
+        rows=torch.tensor(rows_of_parts).repeat_interleave(counts),
+        offsets=torch.from_numpy(np.concatenate(offsets)),
+        token_ids=column_of_targets("token_ids").long(),
+        sequence_ids=torch.arange(len(parts)).repeat_interleave(counts),
+        inference_logprobs=column_of_targets("inference_logprobs"),
+        advantages=column_of_targets("advantages"),
+        weights=torch.tensor(weights, dtype=torch.float32).repeat_interleave(counts),
+        extras={
+            name: column_of_targets(name)
+            for name in columns
             if name not in (*Sample.DTYPES, *OF_INPUTS)
-        }
-        targets.append({**nothing, **zeros, "token_ids": input_ids[0, 1:2]})
+        },
+    )
     return Microbatch(
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(position_ids),
         visible_until=torch.from_numpy(visible_until),
-        targets=_join_targets(targets),
-        has_loss=bool(sample_ids),
+        targets=targets,
         segments=segments,
         shares_prefixes=any(shares.values()),
         num_tokens=num_tokens,
         sample_ids=sample_ids,
         extras={name: torch.from_numpy(grid) for name, grid in extras.items()},
     )
-
-
-def _join_targets(parts: Sequence[dict[str, np.ndarray]]) -> Targets:
-    """Return the targets of several samples, one behind the other. Each has columns by name."""
-    names = dict.fromkeys(name for part in parts for name in part)
-    joined: dict[str, Any] = {
-        name: join_column([(len(part["rows"]), part.get(name)) for part in parts]) for name in names
-    }
-    tensors = {name: torch.from_numpy(column) for name, column in joined.items()}
-    tensors["token_ids"] = tensors["token_ids"].long()
-    own = {field.name: tensors.pop(field.name) for field in fields(Targets)[:-1]}
-    return Targets(**own, extras=tensors)
 
 
 register_dataclass(Targets)

@@ -228,7 +228,7 @@ def replay_step(trainer: Any, batch: Batch, checkpoint: str | None) -> Outcome:
             seed_step(trainer.args, trainer.state.global_step)  # for an adapter's dropout
             means = TokenMeans()
             loss = trainer.train_on(model, batch, means).item()
-            metrics.append({"loss": loss, **means.reduce(batch.num_loss_tokens, 1)})
+            metrics.append({"loss": loss, **means.reduce(batch.num_loss_tokens)})
             if not gradients:
                 grads = (torch.zeros_like(p) if p.grad is None else p.grad for p in trained)
                 gradients.append(torch.cat([grad.flatten().float().cpu() for grad in grads]))

@@ -65,54 +65,35 @@ def routers_of(model: nn.Module) -> list[tuple[int, Any]]:
 
 
 def replay_experts(model: Any, experts: Tensor | None) -> None:
-    """Let the routers of this model use these experts in the next forward and its backward, see
-    `RouterReplay`. Without experts, a model that never had any stays as it is.
-    """
-    replay = model.__dict__.get("verifiers_rl_replay")
-    if replay is None and experts is not None:
-        replay = model.__dict__["verifiers_rl_replay"] = RouterReplay(model)
-    if replay is not None:
-        replay.experts = experts
-
-
-class RouterReplay:
-    """Makes the routers of a model use given experts, in forward and where backward computes it
-    again.
+    """Let the routers of this model use given experts in the next forward, and where its backward
+    computes that again.
 
     Args:
-        model: its routers are changed.
-
-    Attributes:
-        routers: each with the number of its layer.
-        experts: of the next forward and its backward: (B, T, layers, top_k) integers, -1 where
-            unknown. None: all routers choose.
-
-    Raises:
-        ValueError: it has no router.
+        model: its routers are changed when the first experts come.
+        experts: (B, T, layers, top_k) integers, -1 where unknown. None: all routers choose.
     """
+    if not hasattr(model, "replayed_experts"):
+        if experts is None:
+            return
+        for layer, router in routers_of(model):
+            router.forward = _replaying(model, layer, router)
+    model.replayed_experts = experts
 
-    def __init__(self, model: nn.Module) -> None:
-        self.routers = routers_of(model)
-        if not self.routers:
-            raise ValueError(f"{type(model).__name__} has no router that chooses experts")
-        self.experts: Tensor | None = None
-        for layer, router in self.routers:
-            router.forward = self._replaying(layer, router)
 
-    def _replaying(self, layer: int, router: Any) -> Any:
-        forward = router.forward
+def _replaying(model: Any, layer: int, router: Any) -> Any:
+    forward = router.forward
 
-        def replay(*args: Any, **kwargs: Any) -> Any:
-            if self.experts is None:
-                return forward(*args, **kwargs)
-            experts = self.experts[:, :, layer].flatten(0, 1).long()
-            with _ReplacedChoice(experts, router.num_experts) as mode:
-                outputs = forward(*args, **kwargs)
-            if mode.num_choices != 1:
-                raise RuntimeError(
-                    f"router_replay: {type(router).__name__} chose its experts "
-                    f"{mode.num_choices} times, not once; set router_replay = false"
-                )
-            return outputs
+    def replay(*args: Any, **kwargs: Any) -> Any:
+        if model.replayed_experts is None:
+            return forward(*args, **kwargs)
+        experts = model.replayed_experts[:, :, layer].flatten(0, 1).long()
+        with _ReplacedChoice(experts, router.num_experts) as mode:
+            outputs = forward(*args, **kwargs)
+        if mode.num_choices != 1:
+            raise RuntimeError(
+                f"router_replay: {type(router).__name__} chose its experts "
+                f"{mode.num_choices} times, not once; set router_replay = false"
+            )
+        return outputs
 
-        return replay
+    return replay

@@ -55,10 +55,9 @@ from verifiers_rl.distributed import (
     prepare_ranks,
     raise_if_gradient_not_finite,
     raise_if_not_finite,
-    scatter_samples,
 )
 from verifiers_rl.evaluation import Evaluations
-from verifiers_rl.forward import predict_targets, try_model
+from verifiers_rl.forward import evaluating, predict_targets, try_model
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.logprobs import Entropy
 from verifiers_rl.loss_check import checked
@@ -228,12 +227,8 @@ class RLTrainer(SavingTrainer):
         if self._reference is not None:
             return self.token_logprobs(self._reference, microbatch, "none")[0]
         model: Any = self.accelerator.unwrap_model(self.model)
-        model.eval()
-        try:
-            with model.disable_adapter():
-                return self.token_logprobs(model, microbatch, "none")[0]
-        finally:
-            model.train()
+        with evaluating(model), model.disable_adapter():
+            return self.token_logprobs(model, microbatch, "none")[0]
 
     # --- The step ---------------------------------------------------------------------------------
 
@@ -253,7 +248,7 @@ class RLTrainer(SavingTrainer):
         means = TokenMeans(self._files.values_of(batch), batch.metrics)
         loss = self.train_on(model, batch, means)
         # This waits for the device.
-        token_means = means.reduce(self._counts.num_loss_tokens, self.args.world_size)
+        token_means = means.reduce(self._counts.num_loss_tokens)
         train_s = time.monotonic() - start
         self._window.steps.append(
             {**batch.metrics, **self._metrics, "train_s": train_s, **token_means}
@@ -330,15 +325,14 @@ class RLTrainer(SavingTrainer):
             is_computed: (S,) bool, the samples to pack.
             loss_weights: of the loss tokens of each sample.
         """
-        args, counts, sizes = self.args, self._counts, batch.sizes
-        token_budget = self.tried_support.token_budget or args.token_budget
-        plan = plan_batch(sizes, is_computed, token_budget, args.world_size, self.tried_support)
-        counts.add_samples(sizes, is_computed, plan.num_shared)
-        samples = scatter_samples(batch, plan.of_ranks)
-        own = plan.of_ranks[args.process_index]
+        args, counts, sizes, support = self.args, self._counts, batch.sizes, self.tried_support
+        max_tokens = support.token_budget or args.token_budget
+        plans, num_shared = plan_batch(sizes, is_computed, max_tokens, args.world_size, support)
+        counts.add_samples(sizes, is_computed, num_shared)
+        own = plans[args.process_index]
         pad = cast(Any, self.processing_class).pad_token_id or 0
         for number, rows in enumerate(own, 1):
-            microbatch = collate(samples, rows, loss_weights, pad, plan.num_shared, sizes.columns)
+            microbatch = collate(batch.samples, rows, loss_weights, pad, num_shared)
             counts.add_microbatch(microbatch)
             yield copy_to(microbatch, args.device), number == len(own)
 
@@ -592,12 +586,9 @@ class RLTrainer(SavingTrainer):
             return
         self._is_serving = True
         self.evaluations.forget()
-        try:
+        with ExitStack() as ending:
+            ending.callback(self.weight_sync.close)
+            ending.callback(self.orchestrator.stop)
+            ending.callback(setattr, self, "_is_serving", False)
             self.orchestrator.start()
             yield
-        finally:
-            self._is_serving = False
-            try:
-                self.orchestrator.stop()
-            finally:
-                self.weight_sync.close()

@@ -8,7 +8,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, get_args
 
 import numpy as np
@@ -29,7 +30,6 @@ ROUTED_EXPERTS = "routed_experts"
 ALLOWED_TOKENS = "allowed_tokens"
 # What a loss can ask for of the sample of each token, as @needs("reward").
 Column = Literal["positions", "num_tokens", "rollout_id", "group_id", "reward"]
-Columns = dict[str, np.dtype]  # what a token has of each column: a number, or an array of numbers
 
 
 def lay_out(parts: Sequence[tuple[int, np.ndarray | None]], column: np.ndarray) -> None:
@@ -158,11 +158,11 @@ class Sample:
         self.advantages = np.where(self.loss_mask, values, np.float32(0))
 
 
-def columns_of(samples: Sequence[Sample]) -> Columns:
-    """Return the columns that at least one sample has, as wide as the widest. In this order, one
-    column behind another in memory begins at a multiple of the size of its numbers.
+def columns_of(samples: Sequence[Sample]) -> dict[str, np.dtype]:
+    """Return the columns that at least one sample has, with what a token has of each, as wide as
+    the widest: a number, or an array of numbers.
     """
-    columns: Columns = {name: np.dtype(dtype) for name, dtype in Sample.DTYPES.items()}
+    columns: dict[str, np.dtype] = {name: np.dtype(dtype) for name, dtype in Sample.DTYPES.items()}
     for sample in samples:
         for name, column in sample.extras.items():
             shape, dtype = column.shape[1:], column.dtype
@@ -175,52 +175,33 @@ def columns_of(samples: Sequence[Sample]) -> Columns:
                 shape = tuple(map(max, shape, columns[name].shape))
                 dtype = np.result_type(dtype, columns[name].base)
             columns[name] = np.dtype((dtype, shape))
-    return dict(sorted(columns.items(), key=lambda item: -item[1].base.itemsize))
+    return columns
 
 
-def token_bytes(columns: Columns) -> int:
-    """Return the bytes that a token has in all columns."""
-    return sum(dtype.itemsize for dtype in columns.values())
-
-
-def _views(flat: np.ndarray, columns: Columns, num_tokens: int) -> dict[str, np.ndarray]:
-    """Return columns of so many tokens, one behind the other in an array of bytes."""
-    views = {}
-    start = 0
-    for name, dtype in columns.items():
-        stop = start + num_tokens * dtype.itemsize
-        views[name] = flat[start:stop].view(dtype.base).reshape(num_tokens, *dtype.shape)
-        start = stop
-    return views
-
-
-def join_samples(samples: Sequence[Sample], columns: Columns, flat: np.ndarray) -> None:
-    """Write samples into an array of bytes: one column behind the other, and in each column one
-    sample after the other.
-
-    Args:
-        columns: those of the samples, or more.
-        flat: (B,) uint8, B at least `token_bytes` for each token.
+def pack_samples(samples: Sequence[Sample]) -> tuple[dict[str, Any], np.ndarray]:
+    """Return samples in a form for another process: what `unpack_samples` must know of them, as
+    JSON has it, and the tokens of all, one record each, as bytes (B,) uint8.
     """
-    lengths = [sample.num_tokens for sample in samples]
-    for name, column in _views(flat, columns, sum(lengths)).items():
-        lay_out([*zip(lengths, (s.column(name) for s in samples), strict=True)], column)
+    columns = np.dtype([*columns_of(samples).items()])
+    numbers = [(s.num_tokens, s.rollout_id, s.group_id) for s in samples]
+    tokens = np.empty(sum(sample.num_tokens for sample in samples), columns)
+    for name in columns.names or ():
+        lay_out([(s.num_tokens, s.column(name)) for s in samples], tokens[name])
+    return {"columns": columns.descr, "samples": numbers}, tokens.view(np.uint8)
 
 
-def split_samples(flat: np.ndarray, columns: Columns, lengths: Sequence[int]) -> list[Sample]:
-    """Invert `join_samples`, but for rollout ids. The arrays of the samples are views.
-
-    Args:
-        lengths: number of tokens of each sample.
-    """
+def unpack_samples(message: dict[str, Any], content: Any) -> list[Sample]:
+    """Return the samples that `pack_samples` packed, without their rewards."""
+    columns = [(name, base, *map(tuple, shape)) for name, base, *shape in message["columns"]]
+    tokens = np.frombuffer(content, columns)
+    whole = {name: np.ascontiguousarray(tokens[name]) for name, *_ in columns}
     samples = []
     start = 0
-    views = _views(flat, columns, sum(lengths))
-    for length in lengths:
-        own = {name: column[start : start + length] for name, column in views.items()}
-        start += length
+    for num_tokens, rollout_id, group_id in message["samples"]:
+        own = {name: column[start : start + num_tokens] for name, column in whole.items()}
+        start += num_tokens
         arrays = [own.pop(name) for name in Sample.DTYPES]
-        samples.append(Sample(*arrays, extras=own))
+        samples.append(Sample(*arrays, rollout_id=rollout_id, group_id=group_id, extras=own))
     return samples
 
 
@@ -311,11 +292,10 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class SampleSizes:
-    """What each rank must know of all samples of a batch, of which it trains on a part. The arrays
-    are (S,) int64, S the number of samples.
+    """What decides how the samples of a batch are computed. The arrays are (S,) int64, S the number
+    of samples.
 
     Attributes:
-        columns: what a token has of each column when its sample is sent.
         lengths: number of tokens.
         num_loss_tokens: number of tokens in the loss.
         rollout_ids: a number that exactly the samples of one rollout share.
@@ -326,7 +306,6 @@ class SampleSizes:
             common with the sample before it.
     """
 
-    columns: Columns
     lengths: np.ndarray
     num_loss_tokens: np.ndarray
     rollout_ids: np.ndarray
@@ -334,10 +313,6 @@ class SampleSizes:
     has_advantage: np.ndarray
     order: np.ndarray
     num_shared: np.ndarray
-
-    def arrays(self) -> list[np.ndarray]:
-        """Return the arrays, in the order in which the constructor takes them."""
-        return [getattr(self, field.name) for field in fields(self)[1:]]
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> SampleSizes:
@@ -353,7 +328,7 @@ class SampleSizes:
         ]
         order = order_by_beginning([sample.token_ids for sample in samples])
         arrays = [*np.array(numbers, np.int64).reshape(-1, 5).T, *order]
-        return cls(columns_of(samples), *arrays)
+        return cls(*arrays)
 
 
 def order_by_beginning(sequences: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -371,19 +346,17 @@ def order_by_beginning(sequences: Sequence[np.ndarray]) -> tuple[np.ndarray, np.
     return np.array(order, np.int64), num_shared
 
 
-@dataclass(slots=True)
+@dataclass
 class Batch:
-    """What one optimizer step trains on. Ranks other than 0 have its sizes only; rank 0 sends each
-    of them the samples that it trains on.
+    """What one optimizer step trains on.
 
     Attributes:
         step: the optimizer step it was generated for, from 0.
         policy_version: oldest version of the weights when one of its groups began; its tokens may
             be newer.
-        samples: token sequences of all surviving rollouts; present on rank 0 only.
+        samples: token sequences of all surviving rollouts.
         rollouts: for tables and logs; present on rank 0 only.
         metrics: means over the batch, already reduced; present on rank 0 only.
-        known_sizes: of `samples`, from rank 0 on the others; None: not measured yet.
         groups: all that were generated for it, also rollouts that failed and groups that the filter
             rejected; present on rank 0 only.
     """
@@ -393,7 +366,6 @@ class Batch:
     samples: list[Sample]
     rollouts: list[Rollout] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
-    known_sizes: SampleSizes | None = None
     groups: list[list[Rollout]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -414,12 +386,9 @@ class Batch:
             for sample in self.samples:
                 sample.extras[name] = np.full(sample.num_tokens, getattr(sample, name))
 
-    @property
+    @cached_property
     def sizes(self) -> SampleSizes:
-        """The sizes of all samples, on every rank. Rank 0 measures the samples once."""
-        if self.known_sizes is None:
-            self.known_sizes = SampleSizes.of(self.samples)
-        return self.known_sizes
+        return SampleSizes.of(self.samples)
 
     @property
     def num_tokens(self) -> int:

@@ -117,14 +117,14 @@ def check_arguments(
 
 def _check_replaced(env: Any, replaced: Replaced) -> None:
     """Raise ConfigError if a part lacks what is called, or makes another argument useless."""
-    for name in ("loss_fn", "advantage_fn", "example_order"):
+    for name, hint in (
+        ("loss_fn", "; one that has a name is set by RLConfig(loss=...)"),
+        ("advantage_fn", "; one that has a name is set by RLConfig(advantage=...)"),
+        ("example_order", ""),
+    ):
         function = getattr(replaced, name)
-        if function is None:
-            continue
-        if not callable(function):
-            option = {"loss_fn": "loss", "advantage_fn": "advantage"}.get(name)
-            named = f"; one that has a name is set by RLConfig({option}=...)" if option else ""
-            raise ConfigError(f"{name}={function!r} is no function{named}")
+        if function is not None and not callable(function):
+            raise ConfigError(f"{name}={function!r} is no function{hint}")
     for name, protocol in (("orchestrator", BatchSource), ("weight_sync", WeightSink)):
         part = getattr(replaced, name)
         lacking = missing_members(part, protocol) if part is not None else []

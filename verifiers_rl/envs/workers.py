@@ -59,14 +59,7 @@ from verifiers_rl.process import parent as parent_of_worker
 from verifiers_rl.process.loop_thread import contain_tasks, run_contained
 from verifiers_rl.process.terminal import print_all_characters
 from verifiers_rl.requests import GroupRequest, Progress
-from verifiers_rl.types import (
-    LOAD_S,
-    Rollout,
-    columns_of,
-    join_samples,
-    split_samples,
-    token_bytes,
-)
+from verifiers_rl.types import LOAD_S, Rollout, pack_samples, unpack_samples
 
 logger = logging.getLogger(__name__)
 
@@ -131,9 +124,7 @@ def pack_group(group: Sequence[Rollout]) -> tuple[dict[str, Any], np.ndarray]:
     description and its traceback, because its class may be known to this process only.
     """
     samples = [sample for rollout in group for sample in rollout.samples]
-    lengths, columns = [sample.num_tokens for sample in samples], columns_of(samples)
-    content = np.empty(sum(lengths) * token_bytes(columns), np.uint8)
-    join_samples(samples, columns, content)
+    message, content = pack_samples(samples)
     rollouts = []
     for rollout in group:
         packed = {name: getattr(rollout, name) for name in _OF_ROLLOUT}
@@ -142,15 +133,12 @@ def pack_group(group: Sequence[Rollout]) -> tuple[dict[str, Any], np.ndarray]:
             trace = printable("".join(traceback.format_exception(rollout.error)))
             packed["error"] = describe_error(rollout.error), trace
         rollouts.append(packed)
-    layout = [(name, dtype.base.str, dtype.shape) for name, dtype in columns.items()]
-    return {"rollouts": rollouts, "columns": layout, "lengths": lengths}, content
+    return {"rollouts": rollouts, **message}, content
 
 
 def unpack_group(message: dict[str, Any], content: bytes) -> list[Rollout]:
     """Return the rollouts that `pack_group` packed."""
-    columns = {name: np.dtype((base, tuple(shape))) for name, base, shape in message["columns"]}
-    flat = np.frombuffer(bytearray(content), np.uint8)  # so that the arrays can be written
-    samples = iter(split_samples(flat, columns, message["lengths"]))
+    samples = iter(unpack_samples(message, content))
     group = []
     for packed in message["rollouts"]:
         packed["samples"] = [*itertools.islice(samples, packed["samples"])]

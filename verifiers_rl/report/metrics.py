@@ -38,7 +38,7 @@ TOKEN_VALUES = ("trainer_logprobs", "entropy", "is_masked")
 
 class TokenValues:
     """Collects the trainer's numbers of the loss tokens of some samples, from the microbatches of a
-    step on all ranks. On rank 0 they become extras of the samples, `TOKEN_VALUES`: float32, NaN in
+    step on all ranks. They become extras of the samples, `TOKEN_VALUES`: float32, NaN in
     a sample that was not computed, and where a token is not in the loss.
 
     Args:
@@ -77,16 +77,15 @@ class TokenValues:
             if i in self._values:
                 self._values[i] = part
 
-    def collect(self, world_size: int) -> None:
-        """Bring the values of all ranks to rank 0, and wait for them. Every rank must call this."""
-        found = torch.cat([*self._values.values()], dim=1)
-        if world_size > 1:  # each sample is computed by at most one rank; the others have zeros
-            torch.distributed.reduce(found, 0)
+    def collect(self) -> None:
+        """Bring the values of all ranks together, and wait for them. Every rank must call this."""
+        # Each sample is computed by at most one rank; the others have zeros.
+        found = reduce_over_ranks(torch.cat([*self._values.values()], dim=1))
         values = found.cpu().numpy()
         values[:3, values[3] == 0] = np.nan
         stops = np.cumsum([self._lengths[i] for i in self._values])
         parts = np.split(values[:3], stops[:-1], axis=1)
-        for i, part in zip(self._values, parts, strict=True) if self._samples else ():
+        for i, part in zip(self._values, parts, strict=True):
             sample = self._samples[i]
             of_tokens = np.full((3, sample.num_tokens), np.nan, np.float32)
             of_tokens[:, sample.loss_mask] = part
@@ -145,12 +144,12 @@ class TokenMeans:
             self._sums = self._sums + sums
             self._largest_ratio = torch.maximum(self._largest_ratio, ratio.max())
 
-    def reduce(self, num_loss_tokens: int, world_size: int) -> dict[str, float]:
+    def reduce(self, num_loss_tokens: int) -> dict[str, float]:
         """Return the means over all ranks; {} where no rank has computed a loss token. Every rank
         must call this, with the same metrics.
         """
         if self._values is not None:
-            self._values.collect(world_size)
+            self._values.collect()
         if not num_loss_tokens:
             return {}
         sums = reduce_over_ranks(self._sums) / num_loss_tokens
