@@ -249,9 +249,9 @@ def with_hints(cls: type[_T]) -> type[_T]:
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **options: Any) -> None:
-        hints = [f"{n}: {unknown_option_hint(n, cls)}" for n in options if n not in known]
-        if hints:
-            raise ConfigError("; ".join(hints))
+        for name in options:
+            if name not in known:
+                raise ConfigError(f"{name}: is no option; {unknown_option_hint(name, cls)}")
         init(self, *args, **options)
 
     cls.__init__ = __init__  # type: ignore[method-assign]

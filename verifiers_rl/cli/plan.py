@@ -11,13 +11,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from verifiers_rl.cli.config import (
-    ClusterTable,
-    RunConfig,
-    TomlError,
-    TrainConfig,
-    check_trainer_args,
-)
+from verifiers_rl.cli.config import ClusterTable, RunConfig, TomlError, TrainConfig
 from verifiers_rl.cli.ending import SAVE_GRACE_S
 from verifiers_rl.cli.errors import folder_error
 from verifiers_rl.cli.gpus import visible_gpus
@@ -316,7 +310,6 @@ def check_trainer_options(config: TrainConfig) -> Any:
     """Build the RLConfig once, so that a wrong option is an error here and not after the server's
     start. The result says nothing about devices.
     """
-    check_trainer_args(config)
     for name in ("fsdp", "deepspeed"):
         value = config.trainer.args.get(name)
         if value and config.num_gpus_of_trainer < 2:
