@@ -78,7 +78,7 @@ config = make_config(
     "inference.gpus = 0", "trainer.gpus = 0", f"trainer.args.vllm_server_port = {port}"
 )
 plans = plan.plan_servers(config)
-here = supervise.ThisMachine(config, plans, Path(logs), lambda: trainer)
+here = supervise.ThisMachine(config, plans, Path(logs), trainer)
 sys.exit(supervise.supervise(config, plans, here))
 """
 NOISY_SERVER = """
