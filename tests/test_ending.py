@@ -170,7 +170,7 @@ rank, folder = sys.argv[1:]
 command = plan.trainer_command(make_config("trainer.gpus = 2"), [])
 launcher = command[: command.index("verifiers_rl.cli.train") - 1]
 child = LocalChild("trainer", [*launcher, rank, folder], {"CUDA_VISIBLE_DEVICES": "2,3"})
-Path(folder, "launcher").write_text(str(child.pid))
+Path(folder, "launcher").write_text(str(child._process.pid))
 time.sleep(300)
 """
 RANK = """

@@ -124,7 +124,7 @@ def test_a_later_layer_leaves_servers_out_again(compose, monkeypatch):
     """Servers that run already, or the table of those that would be started."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     runs = BASE + 'vllm_servers = ["localhost:8000"]\n'
-    with pytest.raises(TomlError, match=r"they run already, so \[inference\] has no effect"):
+    with pytest.raises(TomlError, match=r"they run already, so \[inference\] and inf"):
         compose(runs)
     config = compose(runs, words="--trainer.args.vllm_servers none")
     assert config.inference.gpus == 1 and "vllm_servers" not in config.trainer.args

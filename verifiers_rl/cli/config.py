@@ -482,10 +482,9 @@ class RunConfig(TrainConfig):
                     problem = f"two [[env]] are named {env.own_name!r}; give one another name"
                     raise wrong(problem, "env", str(number))
         if self.trainer.args.get("vllm_servers"):
-            idle = "[inference]" if self.inference.model_fields_set else ""
-            idle = idle or "[cluster] inference_nodes" * bool(self.cluster.inference_nodes)
-            if idle:
-                problem = f"they run already, so {idle} has no effect; remove one of both"
+            if self.inference.model_fields_set or self.cluster.inference_nodes:
+                idle = "[inference] and inference_nodes have no effect"
+                problem = f"they run already, so {idle}; remove them or these"
                 raise wrong(problem, *flat.ARGS, "vllm_servers")
             self.inference.gpus = 0
         if self.cluster.address:  # of machines whose GPUs are not known here
@@ -614,15 +613,12 @@ def without_evaluations(settings: list[Setting]) -> list[Setting]:
     """Return the settings without what earlier layers say of evaluations, if a later layer has
     switched them off by eval_strategy = "no". Within a layer both are an error.
     """
-    keys = [".".join(one.key) for one in settings]
-    at = max((n for n, key in enumerate(keys) if key == "trainer.args.eval_strategy"), default=None)
-    if at is None or settings[at].value != "no":
+    switches = [one for one in settings if one.key == (*flat.ARGS, "eval_strategy")]
+    if not switches or switches[-1].value != "no":
         return settings
-    return [
-        one
-        for number, one in enumerate(settings)
-        if number > at or one.source == settings[at].source or keys[number] not in _OF_EVALUATIONS
-    ]
+    first = [one.source for one in settings].index(switches[-1].source)  # of its layer
+    earlier = [one for one in settings[:first] if ".".join(one.key) not in _OF_EVALUATIONS]
+    return earlier + settings[first:]
 
 
 def read_table(layers: Layers, at: Key, make: Callable[[Data], _Made]) -> _Made:

@@ -173,12 +173,11 @@ def use_all_gpus(config: RunConfig, plan: ServerPlan) -> None:
     fits = product == plan.gpus if is_set else product and plan.gpus % product == 0
     # On a CPU each worker is only a process.
     if not product or (plan.gpus and not fits):
-        shown = " * ".join(f"{name}={size!r}" for name, size in sizes.items())
-        place = config.layers.place(*plan.at, "args", next(iter(sizes)))
-        raise TomlError(
-            f"{place} {shown}: must be whole numbers "
-            f"from 1 on, and their product must {'be' if is_set else 'divide'} "
-            f"{'.'.join(plan.at)}.gpus={plan.gpus}; change one of them"
+        raise config.layers.error(
+            (*plan.at, "args", [*sizes][-1]),
+            f"{' * '.join(sizes)} must be whole numbers from 1 on, and their product must "
+            f"{'be' if is_set else 'divide'} {'.'.join(plan.at)}.gpus={plan.gpus}; change one of "
+            "them",
         )
     if plan.gpus > product:
         plan.args["tensor_parallel_size"] = plan.gpus // product

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from verifiers_rl.cli.children import POLL_S, LocalChild
+from verifiers_rl.cli.children import POLL_S, ChildError, LocalChild
 from verifiers_rl.cli.config import (
     PARSER,
     RunConfig,
@@ -77,7 +77,7 @@ def main() -> None:
     print_all_characters()
     try:
         sys.exit(run())
-    except (TomlError, RunFolderError, WritingError) as error:
+    except (TomlError, RunFolderError, WritingError, ChildError) as error:
         fail(error)
     except Interrupted:
         raise
