@@ -34,7 +34,7 @@ from tests.helpers import (
     stub_servers,
 )
 from verifiers_rl import Orchestrator, RLConfig, RLTrainer
-from verifiers_rl.cli.config import load_run_config, overrides_of
+from verifiers_rl.cli.config import load_run_config
 from verifiers_rl.cli.supervise import answers
 from verifiers_rl.inference.client import TOKEN_VARIABLE
 
@@ -286,7 +286,7 @@ def compose(tmp_path):
             files[-1].parent.mkdir(exist_ok=True)
             files[-1].write_text(text)
         words = words.split() if isinstance(words, str) else words
-        return load_run_config(files, overrides_of(words), checks_model=False)
+        return load_run_config(files, words, checks_model=False)
 
     return compose
 

@@ -60,7 +60,7 @@ def test_a_toml_and_parts_of_a_file_become_a_model(folder, run_main):
 
 
 def test_data_is_found_beside_its_toml_or_on_the_hub(folder):
-    pairs = [("data.train", '["train.jsonl", "org/name"]'), ("data.eval_split", "test")]
-    pairs.append(("trainer.args.eval_strategy", "steps"))
-    data = load_run_config(folder / "sft.toml", pairs, kind=sft.SFTRunConfig).data
+    words = ["--data.train", "train.jsonl", "org/name", "--data.eval_split=test"]
+    words.append("--trainer.args.eval_strategy=steps")
+    data = load_run_config(folder / "sft.toml", words, kind=sft.SFTRunConfig).data
     assert data.train == data.eval == [str(folder / "train.jsonl"), "org/name"]

@@ -78,7 +78,7 @@ config = make_config(
     "inference.gpus = 0", "trainer.gpus = 0", f"trainer.args.vllm_server_port = {port}"
 )
 plans = plan.plan_servers(config)
-here = supervise.ThisMachine(config, plans, Path(logs), lambda: trainer)
+here = supervise.ThisMachine(config, plans, Path(logs), trainer)
 sys.exit(supervise.supervise(config, plans, here))
 """
 NOISY_SERVER = """
@@ -170,7 +170,7 @@ rank, folder = sys.argv[1:]
 command = plan.trainer_command(make_config("trainer.gpus = 2"), [])
 launcher = command[: command.index("verifiers_rl.cli.train") - 1]
 child = LocalChild("trainer", [*launcher, rank, folder], {"CUDA_VISIBLE_DEVICES": "2,3"})
-Path(folder, "launcher").write_text(str(child.pid))
+Path(folder, "launcher").write_text(str(child._process.pid))
 time.sleep(300)
 """
 RANK = """

@@ -247,7 +247,7 @@ def test_if_the_first_rollouts_all_fail_the_others_are_not_tried():
 
 def test_all_gpus_are_the_servers_because_nothing_is_trained(rl_toml, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    config = load_run_config(rl_toml, [("inference.gpus", "2"), ("inference.replicas", "2")])
+    config = load_run_config(rl_toml, ["--inference.gpus=2", "--inference.replicas=2"])
     make_one_server(config)
     plans = plan_servers(config)
     assert assign_gpus(config, plans) == {"inference": "0,1,2,3", "trainer": ""}

@@ -34,10 +34,10 @@ def test_the_four_variables_are_read_and_not_handed_on():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"RANK": ""}, "MASTER_ADDR, MASTER_PORT, WORLD_SIZE set, RANK not: .* set all four"),
+        ({"RANK": ""}, "WORLD_SIZE='3', RANK='': must be .* set all four"),
         ({"RANK": "3"}, r"WORLD_SIZE='3', RANK='3': must be .* from 0 to WORLD_SIZE - 1"),
         ({"WORLD_SIZE": "2.5"}, "WORLD_SIZE='2.5', RANK='1': must be"),
-        ({"MASTER_PORT": "65536"}, "MASTER_PORT='65536', .*must be a port"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT='65536', .*must be the host and the port"),
         ({"LOCAL_RANK": "0"}, "LOCAL_RANK is set, as by torchrun.* without a launcher"),
     ],
 )
@@ -65,7 +65,7 @@ def machine_with(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "table, variables, message",
     [
-        ("trainer_nodes = 2", {}, r"trainer_nodes=2: is about several machines: set MASTER_ADDR"),
+        ("trainer_nodes = 2", {}, r"\[cluster\]: is about several machines: set MASTER_ADDR"),
         ('address = "auto"', FOUR, "address='auto': is of a Ray cluster that runs already"),
         ("", FOUR, f"{TOKEN_VARIABLE} is not set.* same value on each"),
     ],

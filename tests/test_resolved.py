@@ -103,13 +103,13 @@ def test_processes_of_a_run_read_it_unless_secrets_are_left_out_in_it(tmp_path):
     head = 'model = "m"\n[env]\nid = "e"\n[env.args]\nlevel = 3\n'
     for secret, file in (("", folder / RESOLVED), ('api_key = "of-a-judge"\n', config)):
         config.write_text(head + secret)
-        read = load_run_config(config, [("trainer.args.max_steps", "7")], checks_model=False)
+        read = load_run_config(config, ["--trainer.args.max_steps=7"], checks_model=False)
         write_resolved(read, str(folder / ".." / "run"))
         assert read.layers.words[:2] == ["@", str(file)]
         again = load_run_config(folder / RESOLVED, checks_model=False)
         assert again.envs[0].args == {"level": 3} and again.trainer.args["max_steps"] == 7
     # A table that the command line takes back is not there.
-    taken_back = load_run_config(config, [("trainer", "none")], checks_model=False)
+    taken_back = load_run_config(config, ["--trainer=none"], checks_model=False)
     assert "teacher" not in resolved_text(taken_back, str(folder))
     # It stays as it is where it alone was read.
     (folder / RESOLVED).write_text(head)

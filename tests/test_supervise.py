@@ -136,7 +136,7 @@ BAD_FLAG = "unrecognized arguments: --max-modellen 5"
 @pytest.mark.parametrize(
     "lines, said",
     [
-        ([f"vf-vllm: error: {BAD_FLAG}", "bye"], f"[inference.args] max_modellen: {BAD_FLAG}"),
+        ([f"vf-vllm: error: {BAD_FLAG}", "bye"], f"before it was ready: {BAD_FLAG}; see /logs"),
         (["OSError: \x1b[2Jno"], "status 2 before it was ready: OSError: [2Jno; see /logs/one.log"),
     ],
 )

@@ -7,7 +7,7 @@ import functools
 import importlib.util
 import math
 import os
-from collections.abc import Container
+from collections.abc import Collection, Container
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar, cast
@@ -212,26 +212,17 @@ _is_host = must(
 )
 
 
-def address_of(server: str) -> tuple[str, int] | None:
-    """Return host and port of "host:port" or "[IPv6]:port"; None if it is no such text."""
-    try:
-        parts = urlsplit(f"//{server}")
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        return None
-    is_all = parts.netloc == server and "@" not in server
-    return (host, port) if host and port and is_all else None
-
-
-def _are_addresses(servers: list[str]) -> bool:
-    """Return whether these are addresses of different servers, and at least one."""
-    addresses = {address_of(server) for server in servers}
-    return None not in addresses and len(addresses) == len(servers) > 0
+def address_of(server: str) -> tuple[str, int]:
+    """Return host and port of "host:port" or "[IPv6]:port". Raises ValueError for other texts."""
+    parts = urlsplit(f"//{server}")
+    if not (parts.hostname and parts.port and parts.netloc == server and "@" not in server):
+        raise ValueError(f"{server!r} must be host:port; an IPv6 address is in brackets")
+    return parts.hostname, parts.port
 
 
 _are_servers = must(
     "be a list of servers, each as host:port and only once; an IPv6 address is in brackets",
-    _are_addresses,
+    lambda servers: len({address_of(server) for server in servers}) == len(servers) > 0,
 )
 
 
@@ -239,6 +230,13 @@ def unknown_option_hint(name: str, kind: Any) -> str:
     """Return what to set instead of an option that this config class does not have."""
     others = "docs/reference.md lists the options, docs/from_trl.md names those of TRL"
     return did_you_mean(name.replace("-", "_"), [f.name for f in fields(kind)], others)
+
+
+def _refuse_unknown(of: str, options: dict[str, Any], known: Collection[str]) -> None:
+    for name, value in options.items():
+        if name not in known:
+            hint = did_you_mean(name, known, f"known: {', '.join(known)}")
+            raise ConfigError(f"{of}.{name}={value!r}: cannot be set there; {hint}")
 
 
 def with_hints(cls: type[_T]) -> type[_T]:
@@ -249,9 +247,9 @@ def with_hints(cls: type[_T]) -> type[_T]:
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **options: Any) -> None:
-        hints = [f"{n}: {unknown_option_hint(n, cls)}" for n in options if n not in known]
-        if hints:
-            raise ConfigError("; ".join(hints))
+        for name in options:
+            if name not in known:
+                raise ConfigError(f"{name}: is no option; {unknown_option_hint(name, cls)}")
         init(self, *args, **options)
 
     cls.__init__ = __init__  # type: ignore[method-assign]
@@ -589,11 +587,8 @@ class RLConfig(TrainingArguments):
             more: names beside those that one environment may have; these may be 0, for the
                 likeliest token, and top_k for all tokens.
         """
-        known = (*SAMPLING_OF_ONE_ENV, *more)
+        _refuse_unknown(of, options, (*SAMPLING_OF_ONE_ENV, *more))
         for name, value in options.items():
-            if name not in known:
-                hint = did_you_mean(name, known, f"known: {', '.join(known)}")
-                raise ConfigError(f"{of}.{name}={value!r}: cannot be set there; {hint}")
             if value != 0 or not more or name not in ("top_k", *more):
                 options[name] = self._checked(name, value, f"{of}.")
         self._check_length(f"{of}.max_tokens", options.get("max_tokens"))
@@ -652,8 +647,9 @@ class RLConfig(TrainingArguments):
 
     def servers(self) -> list[tuple[str, int]]:
         """Return host and port of each inference server."""
-        given = [address_of(server) for server in self.vllm_servers or []]
-        return [one for one in given if one] or [(self.vllm_server_host, self.vllm_server_port)]
+        if self.vllm_servers:
+            return [*map(address_of, self.vllm_servers)]
+        return [(self.vllm_server_host, self.vllm_server_port)]
 
     def make_loss(self) -> LossFn:
         """Return the loss that `loss` and `loss_args` name.
@@ -735,11 +731,7 @@ class RLConfig(TrainingArguments):
         Raises:
             ConfigError: it has an unknown key, or a value that cannot work.
         """
-        known = [f.name for f in fields(GroupFilter)]
-        for name, value in self.group_filter.items():
-            if name not in known:
-                hint = did_you_mean(name, known, f"known: {', '.join(known)}")
-                raise ConfigError(f"group_filter.{name}={value!r}: unknown; {hint}")
+        _refuse_unknown("group_filter", self.group_filter, [f.name for f in fields(GroupFilter)])
         try:
             return GroupFilter(**self.group_filter)
         except ValueError as error:

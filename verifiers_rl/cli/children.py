@@ -121,10 +121,6 @@ class LocalChild(Child):
                 start_new_session=True,
             )
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def poll(self) -> int | None:
         status = self._process.poll()
         return 128 - status if status is not None and status < 0 else status

@@ -78,6 +78,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     Field,
@@ -112,8 +113,6 @@ from verifiers_rl.option_rules import (
     PositiveNumber,
     Text,
     Texts,
-    checkers,
-    did_you_mean,
     load_user_code,
     must,
     names_user_code,
@@ -127,45 +126,40 @@ __all__ = ["EnvTable", "RunConfig", "TomlError", "load_run_config"]  # TomlError
 # --- Tables of the TOML: a field is a key, with its type and default ------------------------------
 
 
-def wrong(problem: str, *key: str, has: bool = False) -> PydanticCustomError:
+def wrong(problem: str, *key: str) -> PydanticCustomError:
     """Make the error of a check of a table.
 
     Args:
         key: what is wrong in the table, from there; none: the table.
-        has: the problem is that the table has the key, and its value is not shown.
     """
-    kind = "has" if has else "wrong"
-    return PydanticCustomError(kind, "{problem}", {"problem": problem, "key": key})
+    return PydanticCustomError("wrong", "{problem}", {"problem": problem, "key": key})
 
 
 class Table(BaseModel):
-    """A table of the TOML."""
+    """A table of the TOML.
+
+    Attributes:
+        OTHERS: what a wrong key may stand for, beside the keys of the table.
+    """
 
     model_config = STRICT
+    OTHERS: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def arrange(cls, data: Data) -> Data:
         """Return what the TOML has, by the keys of this class."""
         return data
 
-    @classmethod
-    def advise(cls, key: str, known: list[str]) -> str:
-        """Return what to write in place of an unknown key."""
-        advice = "options belong into args below" if "args" in known else ""
-        return nearest_hint(key, known, advice)
-
     @model_validator(mode="before")
     @classmethod
     def check_keys(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             raise ValueError("must be a table")
-        # None: a key of the command line that takes back what a file has.
-        data = {key: value for key, value in cls.arrange(data).items() if value is not None}
+        data = cls.arrange(data)
         known = [field.alias or name for name, field in cls.model_fields.items()]
         for key in data:
             if key not in known:
-                problem = f"has an unknown key {key!r}; {cls.advise(key, known)}"
-                raise wrong(problem, key, has=True)
+                raise wrong(f"is no key here; {nearest_hint(key, [*known, *cls.OTHERS])}", key)
         return data
 
 
@@ -255,12 +249,15 @@ _OF_SERVER = {
 }
 
 
-def refuse_flags(args: Data) -> None:
-    """Raise the error of a server's flags if they have one of these, or one with dashes."""
+def _spelled(args: Data) -> Data:
     for name in args:
         spelled = name.strip("-").replace("-", "_")
         if hint := _OF_SERVER.get(spelled) or f"write {spelled}" * (spelled != name):
-            raise wrong(f"has {name!r}; {hint}", "args", name, has=True)
+            raise wrong(hint, name)
+    return args
+
+
+Flags = Annotated[dict[str, Any], AfterValidator(_spelled)]  # of a server
 
 
 class InferenceTable(Table):
@@ -268,12 +265,7 @@ class InferenceTable(Table):
 
     gpus: NotNegativeInt = Field(default_factory=default_gpus)
     replicas: PositiveInt | None = None
-    args: dict[str, Any] = {}
-
-    @model_validator(mode="after")
-    def check_flags(self) -> InferenceTable:
-        refuse_flags(self.args)
-        return self
+    args: Flags = {}
 
 
 class TrainerTable(Table):
@@ -303,18 +295,13 @@ class TrainConfig(Table):
     MODULE: ClassVar[str]  # of a process that trains
     TRAINER: ClassVar[str]
     CONFIG: ClassVar[str]
+    OTHERS = (*flat.FLAT, "--resume", "--overwrite", "--dry-run", "--check")
 
     model: str = ""
     import_from: Texts = []
     trainer: TrainerTable = Field(default_factory=TrainerTable)
 
     _layers: Layers = PrivateAttr()
-
-    @classmethod
-    def advise(cls, key: str, known: list[str]) -> str:
-        flags = ("--resume", "--overwrite", "--dry-run", "--check")
-        near = nearest_hint(key, {*known, *flat.FLAT})
-        return did_you_mean(f"--{key.replace('_', '-')}", flags, near)
 
     @property
     def layers(self) -> Layers:
@@ -400,8 +387,9 @@ class TrainConfig(Table):
         Raises:
             TomlError: a value cannot work.
         """
+        kind = self.config_class()
         try:
-            return self.config_class()(**{**self.trainer.args, **others})
+            return kind(**{**self.trainer.args, **others})
         except (ValueError, TypeError) as error:  # ConfigError is a ValueError
             raise self.of_option(str(error)) from error
 
@@ -494,10 +482,9 @@ class RunConfig(TrainConfig):
                     problem = f"two [[env]] are named {env.own_name!r}; give one another name"
                     raise wrong(problem, "env", str(number))
         if self.trainer.args.get("vllm_servers"):
-            idle = "[inference]" if self.inference.model_fields_set else ""
-            idle = idle or "[cluster] inference_nodes" * bool(self.cluster.inference_nodes)
-            if idle:
-                problem = f"they run already, so {idle} has no effect; remove one of both"
+            if self.inference.model_fields_set or self.cluster.inference_nodes:
+                idle = "[inference] and inference_nodes have no effect"
+                problem = f"they run already, so {idle}; remove them or these"
                 raise wrong(problem, *flat.ARGS, "vllm_servers")
             self.inference.gpus = 0
         if self.cluster.address:  # of machines whose GPUs are not known here
@@ -576,7 +563,7 @@ class RunConfig(TrainConfig):
 
 def load_run_config(
     files: Path | Sequence[Path],
-    overrides: Sequence[tuple[str, str]] = (),
+    words: Sequence[str] = (),
     checks_model: bool = True,
     kind: type[TrainConfig] = RunConfig,
 ) -> Any:
@@ -584,7 +571,7 @@ def load_run_config(
 
     Args:
         files: a later one wins.
-        overrides: keys of the command line and their values, in order; they win over all files.
+        words: keys of the command line and their values, in order; they win over all files.
         checks_model: look whether there is such a model, on the hub too.
         kind: class of the result.
 
@@ -593,11 +580,11 @@ def load_run_config(
     """
     given = [files] if isinstance(files, Path) else files
     paths = [Path(os.path.abspath(path.expanduser())) for path in given]
-    words = [word for path in paths for word in ("@", str(path))]
-    words += [f"--{key}={text}" for key, text in overrides]
+    words = [*(word for path in paths for word in ("@", str(path))), *words]
     try:
         settings = [one for path in paths for one in flat.settings_of(read_file(path), str(path))]
-        settings += [one for pair in overrides for one in flat.settings_of_word(*pair)]
+        for override in overrides_of(words[2 * len(paths) :]):
+            settings += flat.settings_of_word(*override)
         layers = Layers(paths, words, without_evaluations(settings))
         return read_layers(layers, kind, checks_model)
     except RecursionError as error:
@@ -626,15 +613,12 @@ def without_evaluations(settings: list[Setting]) -> list[Setting]:
     """Return the settings without what earlier layers say of evaluations, if a later layer has
     switched them off by eval_strategy = "no". Within a layer both are an error.
     """
-    keys = [".".join(one.key) for one in settings]
-    at = max((n for n, key in enumerate(keys) if key == "trainer.args.eval_strategy"), default=None)
-    if at is None or settings[at].value != "no":
+    switches = [one for one in settings if one.key == (*flat.ARGS, "eval_strategy")]
+    if not switches or switches[-1].value != "no":
         return settings
-    return [
-        one
-        for number, one in enumerate(settings)
-        if number > at or one.source == settings[at].source or keys[number] not in _OF_EVALUATIONS
-    ]
+    first = [one.source for one in settings].index(switches[-1].source)  # of its layer
+    earlier = [one for one in settings[:first] if ".".join(one.key) not in _OF_EVALUATIONS]
+    return earlier + settings[first:]
 
 
 def read_table(layers: Layers, at: Key, make: Callable[[Data], _Made]) -> _Made:
@@ -649,25 +633,7 @@ def read_table(layers: Layers, at: Key, make: Callable[[Data], _Made]) -> _Made:
         first = error.errors(include_url=False)[0]
         below = first.get("ctx", {}).get("key", ())
         key = layers.key_at((*at, *first["loc"], *below))
-        if first["type"] == "has":
-            top = "" if key[1:] else "the top level "
-            raise TomlError(f"{layers.place(*key)} {top}{first['msg']}") from error
         raise layers.error(key, problem_of(error, first["loc"])) from error
-
-
-def check_trainer_args(config: TrainConfig) -> None:
-    """Look at the names in [trainer.args]. Imports transformers.
-
-    Raises:
-        TomlError: one is no field of the trainer's config.
-    """
-    from verifiers_rl.config import unknown_option_hint
-
-    kind = config.config_class()
-    for name in config.trainer.args:
-        if name not in checkers(kind):
-            place, hint = config.layers.place(*flat.ARGS, name), unknown_option_hint(name, kind)
-            raise TomlError(f"{place} has an unknown key {name!r}; {hint}")
 
 
 def make_importable(folders: Iterable[Path]) -> None:
@@ -731,7 +697,7 @@ def parse_command_line(
     if not options.files:
         raise TomlError("no configuration: give one as `@ config.toml`")
     checks_model = not getattr(options, "dry_run", False)
-    config = load_run_config(options.files, overrides_of(rest), checks_model, kind)
+    config = load_run_config(options.files, rest, checks_model, kind)
     if start := getattr(options, "start", None):
         config.trainer.args[start] = True
     return options, config

@@ -6,17 +6,18 @@ of the command line at a time. Everything behind this module knows our layout on
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import reduce
+from typing import Any
 
 from verifiers_rl.cli.layers import (
     COMMAND_LINE,
     Data,
+    Key,
     Setting,
     TomlError,
-    compose,
     is_tables,
     leaves,
     nearest_hint,
-    read_word,
 )
 
 ARGS = ("trainer", "args")
@@ -116,7 +117,8 @@ def settings_of(data: Data, source: str) -> list[Setting]:
             continue
         is_on = table.pop("enabled", True) if name in _NEUTRAL else True
         if not isinstance(is_on, bool):
-            raise TomlError(f"{source}: [{name}] enabled={is_on!r}: must be true or false")
+            one = Setting((), is_on, source, (name, "enabled"))
+            raise one.error("must be true or false")
         defaults = _DEFAULTS.get(name, {}) if name == "eval" or not table else {}
         for origin, options in ((source, _IMPLIED.get(name, {})), ("", defaults)):
             for option, value in options.items():
@@ -127,11 +129,8 @@ def settings_of(data: Data, source: str) -> list[Setting]:
         if value != {}:
             one = _moved(Setting(key, value, source, key))
             if (before := found.setdefault(one.key, one)).value != value:
-                raise TomlError(
-                    f"{one.place} {key[-1]}={value!r}: "
-                    f"{'.'.join(before.written)}={before.value!r} sets the same; remove one of "
-                    "the two"
-                )
+                same = f"{'.'.join(before.written)}={before.value!r}"
+                raise one.error(f"{same} sets the same; remove one of the two")
     return [*implied, *found.values()]
 
 
@@ -143,9 +142,9 @@ def _moved(one: Setting) -> Setting:
     start, key = ".".join([*one.key[:-1], ""]), one.key[-1]
     names = [name for name in (*MOVED, *MEANINGS) if name.startswith(start)]
     if any(name.startswith(f"{written}.") for name in names):
-        raise TomlError(f"{one.place} {key}={one.value!r}: must be a table, [{written}]")
+        raise one.error(f"must be a table, [{written}]")
     known = {name.removeprefix(start).split(".")[0] for name in names}
-    raise TomlError(f"{one.place} has an unknown key {key!r}; {nearest_hint(key, known)}")
+    raise one.error(f"is no key here; {nearest_hint(key, known)}")
 
 
 def _join_evaluated(rest: Data, table: Data, source: str) -> None:
@@ -169,13 +168,13 @@ def _join_evaluated(rest: Data, table: Data, source: str) -> None:
         table["num_examples"] = max(limits)
 
 
-def settings_of_word(key: str, text: str) -> list[Setting]:
+def settings_of_word(key: Key, value: Any) -> list[Setting]:
     """Return what one key of the command line sets.
 
     Raises:
-        TomlError: see `settings_of` and `layers.read_word`.
+        TomlError: see `settings_of`.
     """
-    parts, value = read_word(key, text)
-    if parts[0] not in FLAT:
-        return [Setting(parts, value, COMMAND_LINE, parts)]
-    return settings_of(compose([Setting(parts, value, "", parts)]), COMMAND_LINE)
+    if key[0] not in FLAT:
+        return [Setting(key, value, COMMAND_LINE, key)]
+    data = reduce(lambda inner, part: {part: inner}, reversed(key), value)
+    return settings_of(data, COMMAND_LINE)

@@ -15,8 +15,8 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from typing import Any
 from dotenv.parser import parse_stream
 
 from verifiers_rl.option_rules import PATH_RULE, can_be_path, did_you_mean
+from verifiers_rl.process.secret_names import is_secret_key
 
 COMMAND_LINE = "the command line"
 MISSING: Any = object()  # what `find` returns for a key that is not there
@@ -42,7 +43,8 @@ class Setting:
 
     Attributes:
         key: in our layout.
-        value: as in a TOML. A file's is a table only if that is empty.
+        value: as in a TOML. A file's is a table only if that is empty. None takes back what an
+            earlier layer has.
         source: path of the file, or `COMMAND_LINE`; "" for a value where no layer has one.
         written: the key as it is written there.
     """
@@ -57,6 +59,16 @@ class Setting:
         """Where it is from, for an error about it: the source and the table."""
         return f"{self.source}: {table_name(self.written[:-1])}".removesuffix(" ")
 
+    def error(self, problem: str) -> TomlError:
+        """Return the error about it: "FILE: [table] key=value: problem". A secret is not shown."""
+        if isinstance(self.value, dict):
+            return TomlError(f"{self.source}: {table_name(self.written)}: {problem}")
+        colon, name = ":" * self.place[-1].isdigit(), self.written[-1]  # behind "[[env]] 2"
+        if self.value is MISSING:
+            return TomlError(f"{self.place}{colon} {name} {problem}")
+        shown = "***" if is_secret_key(name, self.value) else repr(self.value)
+        return TomlError(f"{self.place}{colon} {name}={shown}: {problem}")
+
 
 def table_name(parts: Sequence[str]) -> str:
     """Return a table's name as in a TOML: "[trainer.args]", "[[env]] 2: [env.args]"."""
@@ -69,11 +81,9 @@ def table_name(parts: Sequence[str]) -> str:
     return f"{name}: [{'.'.join([array, *inside])}]" if inside else name
 
 
-def nearest_hint(key: str, known: Iterable[str], advice: str = "") -> str:
-    """Return the end of an error about an unknown key: the nearest known one, or all and advice."""
-    known = list(known)
-    otherwise = f"known: {', '.join(sorted(known))}" + (f"; {advice}" if advice else "")
-    return did_you_mean(key, known, otherwise)
+def nearest_hint(key: str, known: Collection[str]) -> str:
+    """Return the end of an error about an unknown key: the nearest known one, or all."""
+    return did_you_mean(key, known, f"known: {', '.join(sorted(known))}")
 
 
 def load_leaf(module: str, purpose: str) -> Any:
@@ -134,19 +144,23 @@ def read_env_files(files: Iterable[Path]) -> dict[str, str]:
     return variables
 
 
-def overrides_of(words: Sequence[str]) -> list[tuple[str, str]]:
+def overrides_of(words: Iterable[str]) -> list[tuple[Key, Any]]:
     """Return the keys and values of the command line: `--a.b value`, `--a.b=value`, `--a.b v1 v2`
-    for a list, and `--a.b` alone for true.
+    for a list, and `--a.b` alone for true. `none` is no value, but in the tables of environments
+    and servers, where a word is their own.
 
     Raises:
-        TomlError: a word belongs to no key.
+        TomlError: a word belongs to no key, or a key has an empty part.
     """
-    found: list[tuple[str, list[str]]] = []
+    found: list[tuple[Key, list[str]]] = []
     for word in words:
         if word.startswith("--") and len(word) > 2:
-            key, has_value, value = word[2:].partition("=")
+            name, has_value, value = word[2:].partition("=")
             # In TOML and in Python a key has underscores.
-            found.append((key.replace("-", "_"), [value] if has_value else []))
+            key = tuple(name.replace("-", "_").split("."))
+            if not all(key):
+                raise TomlError(f"{COMMAND_LINE}: {word}: a key is of the form a.b.c")
+            found.append((key, [value] if has_value else []))
         elif not found or (word.startswith("-") and not _NUMBER.fullmatch(word)):
             raise TomlError(
                 f"{COMMAND_LINE}: {word!r} belongs to no key; files are given as `@ config.toml`, "
@@ -154,12 +168,13 @@ def overrides_of(words: Sequence[str]) -> list[tuple[str, str]]:
             )
         else:
             found[-1][1].append(word)
-    texts = []
-    for key, values in found:
-        if len(values) > 1:
-            values = [json.dumps([parse_value(value) for value in values], default=str)]  # dates
-        texts.append((key, values[0] if values else "true"))
-    return texts
+    settings = []
+    for key, texts in found:
+        is_own = key[0] in ("env", "inference")  # where "none" is a word of theirs
+        is_none = [text.lower() for text in texts] == ["none"] and not is_own
+        values = [None if is_none else parse_value(text) for text in texts] or [True]
+        settings.append((key, values if len(values) > 1 else values[0]))
+    return settings
 
 
 def parse_value(text: str) -> Any:
@@ -180,20 +195,6 @@ def parse_value(text: str) -> Any:
         except ValueError:
             pass  # a string that begins so
     return text
-
-
-def read_word(key: str, text: str) -> tuple[Key, Any]:
-    """Return the parts of a key of the command line, and its value.
-
-    Raises:
-        TomlError: the key has an empty part.
-    """
-    parts = tuple(key.split("."))
-    if not all(parts):
-        raise TomlError(f"{COMMAND_LINE}: --{key}={text}: a key is of the form a.b.c")
-    # Not where a word is the environment's or the server's own.
-    is_none = text.lower() == "none" and parts[0] not in ("env", "inference")
-    return parts, None if is_none else parse_value(text)
 
 
 # --- Composing ------------------------------------------------------------------------------------
@@ -244,8 +245,11 @@ def _put(tree: Data, setting: Setting) -> None:
             at = int(part)
         inner = here[at] if isinstance(here, list) else here.get(at)
         if depth == len(key) - 1:
+            if setting.value is None:
+                if inner is not None:  # what an earlier layer has
+                    del here[at]
             # An empty table of a file leaves a table as it is.
-            if is_word or setting.value != {} or not isinstance(inner, dict):
+            elif is_word or setting.value != {} or not isinstance(inner, dict):
                 here[at] = copy.deepcopy(setting.value)
         elif not isinstance(inner, dict) and not (is_word and is_tables(inner)):
             inner = here[at] = {}
@@ -311,14 +315,8 @@ class Layers:
         return self.origin(key).place
 
     def error(self, key: Key, problem: str) -> TomlError:
-        """Return the error about this key: "FILE: [table] key=value: problem"."""
-        origin, value = self.origin(key), find(self.tree, key)
-        if isinstance(value, dict):
-            return TomlError(f"{origin.source}: {table_name(key)}: {problem}")
-        if value is MISSING:
-            return TomlError(f"{origin.place} {key[-1]} {problem}")
-        colon = ":" * origin.place[-1].isdigit()  # behind "[[env]] 2"
-        return TomlError(f"{origin.place}{colon} {origin.written[-1]}={value!r}: {problem}")
+        """Return the error about this key, with its value in the tree; see `Setting.error`."""
+        return replace(self.origin(key), value=find(self.tree, key)).error(problem)
 
     def key_at(self, location: Iterable[object]) -> Key:
         """Return the key of this place in the tree, as pydantic names places. What is below a value

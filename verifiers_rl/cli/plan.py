@@ -11,13 +11,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from verifiers_rl.cli.config import (
-    ClusterTable,
-    RunConfig,
-    TomlError,
-    TrainConfig,
-    check_trainer_args,
-)
+from verifiers_rl.cli.config import ClusterTable, RunConfig, TomlError, TrainConfig
 from verifiers_rl.cli.ending import SAVE_GRACE_S
 from verifiers_rl.cli.errors import folder_error
 from verifiers_rl.cli.gpus import visible_gpus
@@ -179,12 +173,11 @@ def use_all_gpus(config: RunConfig, plan: ServerPlan) -> None:
     fits = product == plan.gpus if is_set else product and plan.gpus % product == 0
     # On a CPU each worker is only a process.
     if not product or (plan.gpus and not fits):
-        shown = " * ".join(f"{name}={size!r}" for name, size in sizes.items())
-        place = config.layers.place(*plan.at, "args", next(iter(sizes)))
-        raise TomlError(
-            f"{place} {shown}: must be whole numbers "
-            f"from 1 on, and their product must {'be' if is_set else 'divide'} "
-            f"{'.'.join(plan.at)}.gpus={plan.gpus}; change one of them"
+        raise config.layers.error(
+            (*plan.at, "args", [*sizes][-1]),
+            f"{' * '.join(sizes)} must be whole numbers from 1 on, and their product must "
+            f"{'be' if is_set else 'divide'} {'.'.join(plan.at)}.gpus={plan.gpus}; change one of "
+            "them",
         )
     if plan.gpus > product:
         plan.args["tensor_parallel_size"] = plan.gpus // product
@@ -316,7 +309,6 @@ def check_trainer_options(config: TrainConfig) -> Any:
     """Build the RLConfig once, so that a wrong option is an error here and not after the server's
     start. The result says nothing about devices.
     """
-    check_trainer_args(config)
     for name in ("fsdp", "deepspeed"):
         value = config.trainer.args.get(name)
         if value and config.num_gpus_of_trainer < 2:

@@ -32,11 +32,9 @@ def resolved(config: TrainConfig, output_dir: str) -> tuple[dict[str, Any], list
     data["import_from"] = list(map(str, config.folders))
     args = {**config.trainer.args, "output_dir": str(Path(output_dir).absolute())}
     args = {name: value for name, value in args.items() if name not in STARTS or value is not True}
-    # A table is None where the command line takes back what a file has.
-    data["trainer"] = {**(data.get("trainer") or {}), "args": args}
-    tables = (data["trainer"], data.get("inference") or {}, *(data.get("teacher") or []))
-    for table in tables:
-        _make_absolute(table.get("args") or {})
+    data["trainer"] = {**data.get("trainer", {}), "args": args}
+    for table in (data["trainer"], data.get("inference", {}), *data.get("teacher", [])):
+        _make_absolute(table.get("args", {}))
     secrets: list[str] = []
     return _without_secrets(data, "", secrets), secrets
 

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from verifiers_rl.cli.children import POLL_S, LocalChild
+from verifiers_rl.cli.children import POLL_S, ChildError, LocalChild
 from verifiers_rl.cli.config import (
     PARSER,
     RunConfig,
@@ -25,7 +25,6 @@ from verifiers_rl.cli.config import (
     add_run_options,
     load_run_config,
     parse_command_line,
-    words_of,
 )
 from verifiers_rl.cli.ending import SAVE_GRACE_S, end_with, interrupt_by_signals
 from verifiers_rl.cli.errors import fail
@@ -73,12 +72,12 @@ USAGE = (
 
 
 def main() -> None:
-    if parent := os.environ.pop("VERIFIERS_RL_DIE_WITH_PARENT", None):
+    if parent := os.environ.pop("VERIFIERS_RL_DIE_WITH_PARENT", None):  # of `generate`
         end_with({int(parent)})
     print_all_characters()
     try:
         sys.exit(run())
-    except (TomlError, RunFolderError, WritingError) as error:
+    except (TomlError, RunFolderError, WritingError, ChildError) as error:
         fail(error)
     except Interrupted:
         raise
@@ -139,7 +138,7 @@ def run_anywhere(config: RunConfig) -> int:
     check_start(config, args)
     plans = plan_run(config)
     logs = Path(args.output_dir).absolute() / LOGS
-    here = ThisMachine(config, plans, logs, lambda: trainer_command(config, words_of(config)))
+    here = ThisMachine(config, plans, logs)
     write_resolved(config, args.output_dir)
     return supervise(config, plans, here)
 
@@ -189,7 +188,7 @@ def run_script(words: list[str]) -> int:
                     return script.poll() or 0
             config = load_run_config(request)
             plans, logs = plan_run(config), Path(config.option("output_dir"), LOGS)
-            here = ThisMachine(config, plans, logs, lambda: script)
+            here = ThisMachine(config, plans, logs, script)
             return supervise(config, plans, here)
         finally:
             script.stop(SAVE_GRACE_S)

@@ -26,10 +26,16 @@ from verifiers_rl.cli.children import (
     ChildError,
     LocalChild,
 )
-from verifiers_rl.cli.config import RunConfig, TomlError
+from verifiers_rl.cli.config import RunConfig, TomlError, words_of
 from verifiers_rl.cli.ending import SAVE_GRACE_S
-from verifiers_rl.cli.layers import MISSING, find
-from verifiers_rl.cli.plan import Address, ServerPlan, assign_gpus, host_and_port, trainer_env
+from verifiers_rl.cli.plan import (
+    Address,
+    ServerPlan,
+    assign_gpus,
+    host_and_port,
+    trainer_command,
+    trainer_env,
+)
 from verifiers_rl.data import printable
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
 from verifiers_rl.inference.port import RESERVED_VARIABLE, PortError, reserve_port
@@ -38,6 +44,7 @@ from verifiers_rl.process.interrupts import Interrupted, handle_signals, say
 BACKOFF_S = 1.0  # before the first restart, doubled before each further one
 LOGS = "logs"  # in the run's folder
 TOKEN = secrets.token_urlsafe(32)  # of the runs of this process
+_REFUSED = re.compile("vf-vllm: (?:error: )?(.*)")  # how vf-vllm refuses to start
 # The last line of a traceback, behind what vLLM puts in front of each line.
 _CAUSE = re.compile(r"(?:.*[)\]] )?((?:\w+\.)*\w*(?:Error|Exception)(?:: .+)?)")
 
@@ -46,10 +53,9 @@ def cause_in(lines: Sequence[str], status: int | None) -> str:
     """Return what the output of a server that did not start says of the reason, as the end of a
     sentence: the first exception, because later ones follow from it. "" if it says nothing.
     """
+    refused = [match[1] for line in lines if (match := _REFUSED.fullmatch(line))]
     causes = [match[1] for line in lines if (match := _CAUSE.fullmatch(line))]
-    if lines and lines[-1].startswith("vf-vllm: "):  # which has refused to start
-        causes.insert(0, re.sub("^vf-vllm: (error: )?", "", lines[-1]))
-    why = causes[0] if causes else ""
+    why = next(iter(refused + causes), "")
     if re.search("No space left|shared memory|shm", why) or status == 128 + signal.SIGBUS:
         why += " (shared memory, /dev/shm, or the disk is full; docker run --shm-size=8g)"
     if "PermissionError" in why and not os.access(os.path.expanduser("~"), os.W_OK):
@@ -63,76 +69,45 @@ class Supervised:
     Args:
         plan: of the server.
         start: starts it.
-        config: of the run.
 
     Attributes:
-        was_ready: it has worked once.
-        is_given_up: it has died too often.
+        watch: looks at it once a step, and starts it again some time after its death. Raises
+            ChildError: it ended before it was ready for the first time, or it is needed and has
+            died too often.
     """
 
-    def __init__(
-        self, plan: ServerPlan, start: Callable[[ServerPlan], Child], config: RunConfig
-    ) -> None:
-        self.plan, self._start, self._config = plan, start, config
-        self.is_given_up = self.was_ready = False
-        self._num_deaths = 0
-        self._start_at: float | None = None
-        self.child = start(plan)
+    def __init__(self, plan: ServerPlan, start: Callable[[ServerPlan], Child]) -> None:
+        self.plan, self._start, self.child = plan, start, start(plan)
+        self.watch = self._watch()
 
-    def poll(self) -> None:
-        """Start it again some time after its death.
-
-        Raises:
-            ChildError: it ended before it was ready for the first time, or it is needed and has
-                died too often.
-        """
-        if self.is_given_up:
-            return
-        if self._start_at is not None:
-            if time.monotonic() >= self._start_at:
-                self._start_at, self.child = None, self._start(self.plan)
-            return
-        if self.child.poll() is None:
-            if (self._num_deaths or not self.was_ready) and answers(self.child.address):
-                self.was_ready, self._num_deaths = True, 0
-            return
-        if not self.was_ready:
-            raise self._ended_early()
-        self.child.stop()  # ends vLLM's own children too, if they outlive it
-        self._num_deaths += 1
-        ended = f"{self.plan.name} {self.child.end}"
-        is_needed = self.plan.is_needed
-        if self._num_deaths > self.plan.max_restarts or (is_needed and self.child.is_lost):
-            self.is_given_up = True
-            if is_needed:
-                raise ChildError(f"{ended} and is not started again; {self._see}")
-            say(f"vf-rl: {ended} and is not started again; {self._see}")
-            return
-        delay_s = BACKOFF_S * 2.0 ** (self._num_deaths - 1)
-        say(f"vf-rl: {ended}; starting it again in {delay_s:g} s")
-        self._start_at = time.monotonic() + delay_s
-
-    @property
-    def _see(self) -> str:
-        return f"see {self.child.log or 'its output above'}"
-
-    def _ended_early(self) -> ChildError:
-        """Return the error of a first start that failed: about a flag of its table, if its last
-        lines say so. Otherwise prints the last ones, and the error has the line that says why.
-        """
-        self.child.stop()
-        lines, at = self.child.last_lines(), self.plan.at
-        for text in reversed([line.partition("error: ")[2] for line in lines]):
-            for flag in re.findall(r"--(?:no-)?([\w-]+)", text):
-                name = flag.replace("-", "_")
-                key, layers = (*at, "args", name), self._config.layers
-                if find(layers.tree, key) is not MISSING:
-                    return ChildError(f"{layers.place(*key)} {name}: {text}")
-        print(printable("\n".join(lines[-NUM_SHOWN_LINES:])), file=sys.stderr)
-        why = cause_in(lines, self.child.poll())
-        return ChildError(
-            f"{self.plan.name} {self.child.end} before it was ready{why}; {self._see}"
-        )
+    def _watch(self) -> Iterator[None]:
+        plan, was_ready, num_deaths = self.plan, False, 0
+        while True:
+            while self.child.poll() is None:
+                if (num_deaths or not was_ready) and answers(self.child.address):
+                    was_ready, num_deaths = True, 0
+                yield
+            self.child.stop()  # ends vLLM's own children too, if they outlive it
+            ended = f"{plan.name} {self.child.end}"
+            see = f"see {self.child.log or 'its output above'}"
+            if not was_ready:
+                lines = self.child.last_lines()
+                print(printable("\n".join(lines[-NUM_SHOWN_LINES:])), file=sys.stderr)
+                why = cause_in(lines, self.child.poll())
+                raise ChildError(f"{ended} before it was ready{why}; {see}")
+            num_deaths += 1
+            if num_deaths > plan.max_restarts or (plan.is_needed and self.child.is_lost):
+                break
+            delay_s = BACKOFF_S * 2.0 ** (num_deaths - 1)
+            say(f"vf-rl: {ended}; starting it again in {delay_s:g} s")
+            start_at = time.monotonic() + delay_s
+            while time.monotonic() < start_at:
+                yield
+            self.child = self._start(plan)
+        problem = f"{ended} and is not started again; {see}"
+        if plan.is_needed:
+            raise ChildError(problem)
+        say(f"vf-rl: {problem}")
 
 
 def answers(address: Address | None) -> bool:
@@ -172,8 +147,8 @@ class ThisMachine:
     Args:
         plans: of all servers.
         logs: a folder, in which NAME.log gets the output of the server of this name.
-        trainer: returns what follows `python` in the command of the trainer, or the trainer, if it
-            runs already. Its output is ours.
+        trainer: what follows `python` in its command, or the trainer, if it runs already; by
+            default that of the configuration. Its output is ours.
 
     Raises:
         TomlError: a port is taken, or see `assign_gpus`.
@@ -184,9 +159,9 @@ class ThisMachine:
         config: RunConfig,
         plans: Sequence[ServerPlan],
         logs: Path,
-        trainer: Callable[[], list[str] | Child],
+        trainer: list[str] | Child | None = None,
     ) -> None:
-        self._logs, self._trainer, self._plans = logs, trainer, plans
+        self._config, self._plans, self._logs, self._trainer = config, plans, logs, trainer
         self.gpus = assign_gpus(config, plans)
         with ExitStack() as reserved:
             for plan in plans:
@@ -231,8 +206,11 @@ class ThisMachine:
         return LocalChild(plan.name, plan.command(*address), env, self._log(plan), address=address)
 
     def start_trainers(self, env: dict[str, str]) -> Iterator[Child]:
-        env, trainer = {**env, "CUDA_VISIBLE_DEVICES": self.gpus["trainer"]}, self._trainer()
-        yield LocalChild("trainer", trainer, env) if isinstance(trainer, list) else trainer
+        if isinstance(self._trainer, Child):
+            yield self._trainer
+            return
+        words = self._trainer or trainer_command(self._config, words_of(self._config))
+        yield LocalChild("trainer", words, {**env, "CUDA_VISIBLE_DEVICES": self.gpus["trainer"]})
 
     def close(self) -> None:
         self._reserved.close()
@@ -254,7 +232,7 @@ def supervise(config: RunConfig, plans: Sequence[ServerPlan], launcher: Launcher
     try:
         launcher.open()
         for plan in plans:
-            servers.append(Supervised(plan, launcher.start_server, config))
+            servers.append(Supervised(plan, launcher.start_server))
         addresses = {}
         for server in servers:
             addresses[server.plan.name] = address = server.child.find_address()
@@ -262,9 +240,7 @@ def supervise(config: RunConfig, plans: Sequence[ServerPlan], launcher: Launcher
             print(
                 f"vf-rl: starting {server.plan.name} on {where}, up to {timeout_s:g} s", flush=True
             )
-        policy = [server for server in servers if not server.plan.is_needed]
-        env = trainer_env(addresses)
-        for trainer in launcher.start_trainers(env):
+        for trainer in launcher.start_trainers(trainer_env(addresses)):
             trainers.append(trainer)
         while True:
             running = [trainer for trainer in trainers if trainer.poll() is None]
@@ -277,14 +253,12 @@ def supervise(config: RunConfig, plans: Sequence[ServerPlan], launcher: Launcher
             if not running:
                 return next((status for trainer in trainers if (status := trainer.poll())), 0)
             for server in servers:
-                server.poll()
+                next(server.watch, None)
             # The trainer ends by itself without servers, and ranks when others have ended.
-            if policy and all(server.is_given_up for server in policy):
-                deadline = min(deadline, time.monotonic() + timeout_s + 60.0)
             if len(running) < len(trainers):
                 deadline = min(deadline, time.monotonic() + SAVE_GRACE_S + 60.0)
             if time.monotonic() > deadline:
-                raise ChildError("the trainer did not end after its server, or after other ranks")
+                raise ChildError("the trainer did not end after other ranks")
             running[0].wait(POLL_S)
     except (ChildError, TomlError) as error:
         print(f"vf-rl: error: {error}", file=sys.stderr)

@@ -22,7 +22,6 @@ from verifiers_rl.cli.config import (
     TomlError,
     TrainConfig,
     add_run_options,
-    check_trainer_args,
     make_importable,
     parse_command_line,
     words_of,
@@ -153,7 +152,7 @@ def train(name: str = "vf-train", kind: type[TrainConfig] = RunConfig) -> None:
     add_run_options(parser)
     try:
         options, config = parse_command_line(parser, sys.argv[1:], kind=kind)
-        check_trainer_args(config)  # which imports transformers, before the TOML's own modules
+        config.config_class()  # imports transformers, before the TOML's own modules
         make_importable(config.folders)
         config.prepare()
         if options.dry_run:
@@ -173,7 +172,6 @@ def train(name: str = "vf-train", kind: type[TrainConfig] = RunConfig) -> None:
 
     trainer = None
     try:
-        config.trainer_class()  # its errors first
         device = {"use_cpu": True} if config.trainer.gpus == 0 else {}
         args = config.make_args(**device, **options_of_servers())
         args.complete_loss(None), args.make_advantage()  # code of the TOML, before environments

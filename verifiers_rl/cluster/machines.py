@@ -26,9 +26,8 @@ from types import FrameType
 from typing import Any
 
 from verifiers_rl.cli.children import NUM_SHOWN_LINES, POLL_S, Child, ChildError, LocalChild
-from verifiers_rl.cli.config import RunConfig, TomlError
+from verifiers_rl.cli.config import ClusterTable, RunConfig, TomlError
 from verifiers_rl.cli.ending import SAVE_GRACE_S
-from verifiers_rl.cli.errors import fail
 from verifiers_rl.cli.plan import MACHINE_VARIABLES as VARIABLES
 from verifiers_rl.cluster.ray_engine import run_on_ray
 from verifiers_rl.inference.client import TOKEN_VARIABLE
@@ -65,28 +64,23 @@ def take_variables(environment: MutableMapping[str, str]) -> Machine | None:
     Raises:
         TomlError: some are missing, or have values that cannot be.
     """
-    given = [name for name in VARIABLES if environment.get(name)]
-    if not given:
+    texts = [environment.pop(name, "") for name in VARIABLES]
+    if not any(texts):
         return None
     if "LOCAL_RANK" in environment:
         raise TomlError(
             "LOCAL_RANK is set, as by torchrun. vf-rl starts the ranks itself: start it once on "
             "each machine, without a launcher"
         )
-    if missing := [name for name in VARIABLES if name not in given]:
+    port, size, rank = (int(text) if text.isdecimal() else -1 for text in texts[1:])
+    if not (texts[0] and 0 < port < 65536 and 0 <= rank < size):
+        given = [f"{name}={text!r}" for name, text in zip(VARIABLES, texts, strict=True)]
         raise TomlError(
-            f"{', '.join(given)} set, {', '.join(missing)} not: for a run on several machines set "
-            "all four on each; for one on this machine unset all"
+            f"{', '.join(given)}: must be the host and the port of Ray's head, the number of "
+            "machines, and the number of this one, from 0 to WORLD_SIZE - 1. For a run on several "
+            "machines set all four on each; for one on this machine unset all"
         )
-    host, *texts = (environment.pop(name) for name in VARIABLES)
-    port, size, rank = (int(text) if text.isdecimal() else -1 for text in texts)
-    if not (0 < port < 65536 and 0 <= rank < size):
-        given = [f"{name}={text!r}" for name, text in zip(VARIABLES[1:], texts, strict=True)]
-        raise TomlError(
-            f"{', '.join(given)}: must be a port, the number of machines, and the number of this "
-            "one, from 0 to WORLD_SIZE - 1"
-        )
-    return Machine(rank, size, host, port) if size > 1 else None
+    return Machine(rank, size, texts[0], port) if size > 1 else None
 
 
 def machine_of(config: RunConfig) -> Machine | None:
@@ -98,12 +92,11 @@ def machine_of(config: RunConfig) -> Machine | None:
     """
     machine, table = take_variables(os.environ), config.cluster
     if machine is None:
-        for name in ("trainer_nodes", "inference_nodes"):
-            if not table.address and getattr(table, name) is not None:
-                raise config.layers.error(
-                    ("cluster", name),
-                    f"is about several machines: set {', '.join(VARIABLES)} on each, or address",
-                )
+        if not table.address and table != ClusterTable():
+            raise config.layers.error(
+                ("cluster",),
+                f"is about several machines: set {', '.join(VARIABLES)} on each, or address",
+            )
         return None
     if table.address:
         raise config.layers.error(
@@ -129,6 +122,7 @@ def run_on_machines(config: RunConfig) -> int | None:
 
     Raises:
         TomlError: see `machine_of`, `find_head` and `ray_engine.run_on_ray`.
+        ChildError: Ray does not run here, or see `join`.
     """
     if (machine := machine_of(config)) is None:
         return run_on_ray(config) if config.cluster.address else None
@@ -139,18 +133,15 @@ def run_on_machines(config: RunConfig) -> int | None:
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token)
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(LOST_S))
     with tempfile.TemporaryDirectory(prefix="vf-rl-") as folder:
-        try:
-            if machine.rank:
-                return join(machine, timeout_s, Path(folder))
-            config.cluster.address = f"{address}:{machine.port}"
-            where = f"Ray's head for {machine.size} machines at {config.cluster.address}"
-            print(f"vf-rl: this machine is {where}", flush=True)
-            words = ["--head", "--node-ip-address", address, "--port", str(machine.port)]
-            words += ["--include-dashboard", "false"]
-            with ray_here(words, Path(folder), where, timeout_s):
-                return run_on_ray(config, machine.size, tell_others)
-        except ChildError as error:
-            fail(error)
+        if machine.rank:
+            return join(machine, timeout_s, Path(folder))
+        config.cluster.address = f"{address}:{machine.port}"
+        where = f"Ray's head for {machine.size} machines at {config.cluster.address}"
+        print(f"vf-rl: this machine is {where}", flush=True)
+        words = ["--head", "--node-ip-address", address, "--port", str(machine.port)]
+        words += ["--include-dashboard", "false"]
+        with ray_here(words, Path(folder), where, timeout_s):
+            return run_on_ray(config, machine.size, tell_others)
 
 
 def find_head(machine: Machine) -> str:

@@ -14,7 +14,6 @@ A server whose machine is lost gets another actor, which Ray places again.
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 import signal
 import socket
@@ -39,7 +38,7 @@ from verifiers_rl.cli.plan import (
     trainer_command,
 )
 from verifiers_rl.cli.resolved import LEFT_OUT, resolved
-from verifiers_rl.cli.supervise import answers, supervise
+from verifiers_rl.cli.supervise import TOKEN, answers, supervise
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
 from verifiers_rl.process.waiting import wait_until
 
@@ -185,9 +184,6 @@ class RayMachines:
     Args:
         plans: of all servers.
         num_machines: wait until the cluster has so many.
-
-    Raises:
-        TomlError: servers that run already need a token, which is not set.
     """
 
     def __init__(
@@ -200,13 +196,8 @@ class RayMachines:
         self._ray, self._config, self._plans = ray, config, plans
         self._num_machines = num_machines
         self._timeout_s = config.option("vllm_server_timeout")
-        if config.trainer.args.get("vllm_servers") and not os.environ.get(TOKEN_VARIABLE):
-            raise config.layers.error(
-                ("trainer", "args", "vllm_servers"),
-                f"they run already, and {TOKEN_VARIABLE} is not set; set it to their token",
-            )
         # Also for this process, which asks servers whether they are up.
-        os.environ[TOKEN_VARIABLE] = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
+        os.environ[TOKEN_VARIABLE] = os.environ.get(TOKEN_VARIABLE) or TOKEN
         self._places: dict[str, Any] = {}
         self._addresses: dict[str, Address] = {}  # of servers
 
@@ -371,10 +362,10 @@ def run_on_ray(
                 logging_level="warning",
             )
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-            raise TomlError(
-                f"{config.layers.place('cluster', 'address')} address={config.cluster.address!r}: "
+            raise config.layers.error(
+                ("cluster", "address"),
                 f"no Ray cluster answers there ({str(error).splitlines()[0]}); start one: ray "
-                "start --head"
+                "start --head",
             ) from error
     status = 1
     try:

@@ -6,11 +6,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import Field, model_validator
 
-from verifiers_rl.cli.config import LEARNING, RunConfig, Table, read_table, refuse_flags, wrong
+from verifiers_rl.cli.config import LEARNING, Flags, RunConfig, Table, read_table, wrong
 from verifiers_rl.cli.layers import Data, nearest_hint
 from verifiers_rl.cli.plan import started_servers
 from verifiers_rl.distill.teacher import Distillation, Teacher
@@ -24,7 +22,7 @@ class TeacherTable(Table):
     name: str = Field("", pattern=r"^[\w.-]+$", validate_default=True)  # also of its log
     model: str = ""
     gpus: NotNegativeInt | None = None
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: Flags = Field(default_factory=dict)
     base_url: Url | None = None
     key_variable: str = ""
     timeout_s: PositiveNumber | None = None
@@ -35,7 +33,6 @@ class TeacherTable(Table):
         others = {"gpus", "args"} if self.base_url else {"key_variable"}
         for key in self.model_fields_set & others:
             raise wrong("without base_url vf-rl starts the server, with it none; remove it", key)
-        refuse_flags(self.args)
         return self
 
 

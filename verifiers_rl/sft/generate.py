@@ -149,7 +149,7 @@ def _generate_with_server(config: RunConfig, options: argparse.Namespace, argv: 
         plan.is_needed, plan.max_restarts = True, 0
     words = ["-m", "verifiers_rl.cli.rl", "generate", *argv]
     logs = options.output.absolute().parent / LOGS
-    return supervise(config, plans, ThisMachine(config, plans, logs, lambda: words))
+    return supervise(config, plans, ThisMachine(config, plans, logs, words))
 
 
 def _endpoint(options: argparse.Namespace, args: Any) -> Endpoint:
