@@ -14,7 +14,7 @@ from verifiers_rl import LossOutputs
 from verifiers_rl.config import ConfigError
 from verifiers_rl.losses import cross_entropy
 from verifiers_rl.packing import ModelSupport
-from verifiers_rl.report.run_folder import metrics_file, read_metrics
+from verifiers_rl.report.run_folder import read_metrics
 from verifiers_rl.sft import SFTConfig, SFTTrainer
 from verifiers_rl.sft.trainer import DatasetSource, make_samples
 
@@ -63,7 +63,7 @@ def mean_loss(model, samples, weights=None):
 
 def steps_of(folder):
     """The rows of metrics.jsonl but the last, which is of the whole run."""
-    return read_metrics(metrics_file(folder))[:-1]
+    return read_metrics(folder)[:-1]
 
 
 def gradients_of_a_step(trainer):
@@ -173,7 +173,7 @@ def test_a_run_learns_and_leaves_the_model_of_an_rl_run(make_trainer, tmp_path, 
     )
     trainer.train()
     folder = tmp_path / "run"
-    rows = read_metrics(metrics_file(folder))
+    rows = read_metrics(folder)
     losses = [row["loss"] for row in rows if "loss" in row]
     assert len(losses) == 30 and losses[-1] < losses[0] / 5
     steps = {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
