@@ -242,6 +242,8 @@ class Checkpoints(TrainerCallback):
             files = sorted(folder.iterdir(), key=lambda path: path.name.endswith("config.json"))
             for path in files if only_files else [folder]:
                 put_in_place(path, self._folder / path.name)
+            if only_files:
+                folder.rmdir()
 
         if args.local_process_index == 0:
             shutil.rmtree(folder, ignore_errors=True)
