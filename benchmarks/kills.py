@@ -33,7 +33,7 @@ def train(folder: Path, options: argparse.Namespace) -> None:
     """Train, in this process, from the newest checkpoint if there is one."""
     from tests.helpers import StubSink, StubSource, load_example, make_tiny_model
     from verifiers_rl import RLConfig, RLTrainer
-    from verifiers_rl.report.run_folder import holds_a_run, newest_checkpoint
+    from verifiers_rl.report.run_folder import newest_checkpoint, traces_of_a_run
 
     class SlowSource(StubSource):
         def get(self) -> Any:
@@ -51,7 +51,7 @@ def train(folder: Path, options: argparse.Namespace) -> None:
         max_off_policy_steps=0, eval_strategy="steps", eval_steps=5, eval_examples=8,
         disable_tqdm=True,
         # Nothing is saved before the first checkpoint: begin again.
-        overwrite_output_dir=newest is None and holds_a_run(folder),
+        overwrite_output_dir=newest is None and bool(traces_of_a_run(folder)),
     )  # fmt: skip
     trainer = RLTrainer(
         make_tiny_model(), None, args, load_example("warm_start").make_tokenizer(),

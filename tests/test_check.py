@@ -38,7 +38,7 @@ def check_with(tmp_path, monkeypatch):
             (folder / "logs" / "inference.log").write_text("of the server")
             rows = [{"step": step, "mismatch_kl": mismatch} for step in (1, 2)][:num_steps]
             if num_steps is not None:
-                write_metrics(folder / "metrics.jsonl", rows)
+                write_metrics(folder, rows)
             return status
 
         monkeypatch.setattr(rl, "run_anywhere", run)

@@ -27,7 +27,6 @@ from verifiers_rl.report.run_folder import (
     RunFolderError,
     closing_lines,
     enter_run_folder,
-    metrics_file,
     newest_checkpoint,
     read_metrics,
 )
@@ -84,11 +83,11 @@ def names_of(folder, pattern="checkpoint-*"):
 
 
 def steps_of(folder):
-    return [row["step"] for row in read_metrics(metrics_file(folder))]
+    return [row["step"] for row in read_metrics(folder)]
 
 
 def evaluated(folder):
-    rows = read_metrics(metrics_file(folder))
+    rows = read_metrics(folder)
     return [(row["step"], row["eval_reward"]) for row in rows if "eval_reward" in row]
 
 
@@ -97,7 +96,7 @@ def numbers_of(folder):
     left_out = ("runtime", "per_second", "_s", "memory", "staleness", "policy_version")
     return [
         {name: value for name, value in row.items() if not any(part in name for part in left_out)}
-        for row in read_metrics(metrics_file(folder))
+        for row in read_metrics(folder)
     ]
 
 
@@ -220,25 +219,6 @@ def test_a_save_that_is_broken_off_leaves_whole_checkpoints_only(
     resume(make_run, **options)
     assert names_of(folder) == ["checkpoint-3"]
     assert names_of(folder, "_*") in ([], ["_unfinished"]) and steps_of(folder) == [1, 2, 3, 3]
-
-
-def test_a_kill_between_the_two_renames_of_a_checkpoint_that_is_replaced_leaves_the_old_one(
-    make_run, folder, monkeypatch
-):
-    make_run(max_steps=1, save_steps=1).train()
-    new, old = folder / "_unfinished" / "checkpoint-1", folder / "checkpoint-1"
-    shutil.copytree(old, new)
-    with monkeypatch.context() as patch:
-        patch.setattr(disk.Path, "replace", die)
-        with pytest.raises(KilledError):
-            disk.put_in_place(new, old)
-    assert not old.exists()
-    resume(make_run, max_steps=2, save_steps=1)
-    assert steps_of(folder) == [1, 2, 2] and names_of(folder) == ["checkpoint-1", "checkpoint-2"]
-    # What was replaced in the end does not come back.
-    (folder / "_unfinished" / "replaced-checkpoint-2").mkdir(parents=True)
-    disk.restore_replaced(folder / "_unfinished", folder)
-    assert (folder / "checkpoint-2" / "trainer_state.json").is_file()
 
 
 def test_everything_is_on_the_disk_before_a_checkpoint_has_its_name(make_run, monkeypatch):
@@ -428,7 +408,7 @@ def test_a_second_run_of_a_trainer_begins_without_the_steps_of_the_first(make_ru
     versions = []
     for _ in range(2):
         trainer.train()
-        rows = read_metrics(metrics_file(folder))
+        rows = read_metrics(folder)
         versions.append([row["policy_version"] for row in rows if "policy_version" in row])
     assert versions[0] == versions[1] == [1.5]  # the mean of steps 0 to 3
 
@@ -514,7 +494,7 @@ def test_a_run_that_is_killed_behind_its_last_step_is_finished_by_resuming(
     saved = load_file(folder / "model.safetensors")
     assert_close(saved, weights_of(resumed.model), rtol=0, atol=0)
     assert evaluated(folder) == ([] if place == "push" else [(2, 2.0)])
-    rows = read_metrics(metrics_file(folder))
+    rows = read_metrics(folder)
     assert [row["step"] for row in rows if "reward" in row] == [1, 2]
     assert sum("train_runtime" in row for row in rows) == 1
     assert resumed.weight_sync.pushed[-1] == 2

@@ -8,7 +8,7 @@ import pytest
 from tests.helpers import make_tiny_model, run_python
 from tests.test_sft import conversations
 from verifiers_rl.cli.config import load_run_config
-from verifiers_rl.report.run_folder import metrics_file, read_metrics
+from verifiers_rl.report.run_folder import read_metrics
 from verifiers_rl.sft import main as sft
 
 TOML = """
@@ -49,7 +49,7 @@ def test_a_toml_and_parts_of_a_file_become_a_model(folder, run_main):
     assert "data for training: 4 rows with" in done.stdout
     assert "data for evaluations: 2 rows with" in done.stdout
     run = folder / "outputs" / "sft"
-    rows = read_metrics(metrics_file(run))
+    rows = read_metrics(run)
     assert [row["step"] for row in rows if "loss" in row] == [1, 2]
     assert [row["step"] for row in rows if "eval_loss" in row] == [2]
     resolved = tomllib.loads((run / "resolved.toml").read_text())

@@ -167,7 +167,7 @@ def test_a_workspace_trains_on_its_own_environment_with_its_own_loss(server, war
     }.items():
         words.append(f"--trainer.args.{option}={value}")
     run_python("-m", "verifiers_rl.cli.train", *words, folder=folder)
-    rows = read_metrics(folder / "outputs" / "rl" / "metrics.jsonl")
+    rows = read_metrics(folder / "outputs" / "rl")
     steps = [row for row in rows if "loss" in row]
     assert [row["step"] for row in steps] == [1, 2, 3]
     assert all(row["env/right_letters"] == pytest.approx(row["reward"]) for row in steps)
@@ -233,7 +233,7 @@ def test_the_flat_example_runs_on_a_cpu_with_another_model_and_environment(warm_
     # From another folder than the TOMLs', whose modules are found all the same.
     done = run_python("-m", "verifiers_rl.cli.rl", *words, folder="/", **variables)
     assert processes_of(tmp_path) == {}
-    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    rows = read_metrics(tmp_path / "run")
     steps = [(row["step"], row["my_mark"]) for row in rows if "reward" in row]
     assert steps == [(1, 42.5), (2, 42.5), (3, 42.5)]
     evaluated = [(r["step"], r["eval_num_rollouts"]) for r in rows if "eval_reward" in r]
@@ -260,7 +260,7 @@ def test_a_toml_mixes_rewards_and_a_teacher_that_vf_rl_serves(warm_start, tmp_pa
     words = words_of_run(tmp_path, warm_start, max_steps=12, eval_strategy="no")
     words += ["@", tmp_path / "taught.toml"]
     run_python("-m", "verifiers_rl.cli.rl", *words, VF_RL_TEST=str(tmp_path))
-    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    rows = read_metrics(tmp_path / "run")
     kls = [row["taught/teacher_kl"] for row in rows if "reward" in row]
     # At the start the teacher is the student itself, and then the student leaves it.
     assert len(kls) == 12 and abs(kls[0]) < 1e-5 and max(map(abs, kls[2:])) > 1e-4, kls
@@ -367,7 +367,7 @@ def test_a_run_on_a_shared_device_goes_on_when_either_side_is_killed_in_a_phase(
         "pushed 4", "asleep",
         "pushed 5",
     ]  # fmt: skip
-    rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "reward" in row]
+    rows = [row for row in read_metrics(tmp_path / "run") if "reward" in row]
     assert [(row["step"], row["policy_version"]) for row in rows] == [
         (step, step - 1) for step in range(1, 6)
     ]

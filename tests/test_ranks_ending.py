@@ -8,7 +8,7 @@ from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM
 
 from tests.helpers import make_tiny_model, run_script
-from verifiers_rl.report.run_folder import metrics_file, read_metrics
+from verifiers_rl.report.run_folder import read_metrics
 
 SCRIPT = """
 import os, signal, sys
@@ -90,7 +90,7 @@ def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(tmp_path, kind):
     ended = [(tmp_path / f"interrupted-{rank}-False").read_text() for rank in (0, 1)]
     assert ended[0].startswith("status 143") and ended[1] == ended[0]
     begun = int(ended[0].split()[-1])
-    rows = read_metrics(metrics_file(tmp_path / "straight"))
+    rows = read_metrics(tmp_path / "straight")
     assert 1 <= begun <= 2 < rows[2]["num_microbatches"]  # not the whole step
     folder = tmp_path / "interrupted"
     assert (folder / "checkpoint-2" / "rl_state.json").is_file()
@@ -100,7 +100,7 @@ def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(tmp_path, kind):
         assert json.loads((folder / "run.json").read_text())["status"] == "interrupted"
     else:
         names.append("interrupted")
-        resumed = read_metrics(metrics_file(folder))
+        resumed = read_metrics(folder)
         for row, wanted in zip(resumed, rows, strict=True):
             assert row.keys() == wanted.keys()
             for name in wanted.keys() & {"step", "loss", "entropy", "grad_norm", "eval_reward"}:

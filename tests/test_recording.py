@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,7 +45,7 @@ class GroupSource(StubSource):
 
     def __init__(self):
         super().__init__(12)
-        self.evaluated = []
+        self.evaluated = {}
 
     def get(self):
         step, version = self.pending.pop(0)
@@ -58,7 +57,7 @@ class GroupSource(StubSource):
 
     def end_evaluation(self):
         groups = [make_group(n, 90, num=1, env="words") for n in (0, 1)]
-        self.evaluated.append((self.evaluates, groups))
+        self.evaluated[self.evaluates] = groups
         return super().end_evaluation()
 
 
@@ -72,7 +71,7 @@ def counts(tmp_path):
 def make(make_trainer):
     def make(source=None, **options):
         source = source or GroupSource()
-        source.evaluated = deque()
+        source.evaluated = {}
         options = {"batch_size": 12, "log_rollouts": 1.0, **options}
         return make_trainer(source=source, **options)
 

@@ -88,7 +88,7 @@ def copied(run, tmp_path):
 
 def check_as_trained(folder, gradients):
     files = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    logged = [row["loss"] for row in read_metrics(folder / "metrics.jsonl") if "loss" in row]
+    logged = [row["loss"] for row in read_metrics(folder) if "loss" in row]
     for step in (1, STEPS):
         (outcome,) = replay(folder, step).values()
         torch.testing.assert_close(outcome.gradient, gradients[step - 1], rtol=1e-4, atol=1e-7)

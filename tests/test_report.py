@@ -10,13 +10,13 @@ from tests.helpers import ROOT
 from verifiers_rl import RLConfig
 from verifiers_rl.cli import rl
 from verifiers_rl.cli.report import Expected
-from verifiers_rl.report.run_folder import metrics_file, read_metrics
+from verifiers_rl.report.run_folder import read_metrics
 
 
 def test_a_run_is_compared_and_only_a_missed_target_is_no_failure(tmp_path, run_main):
     run, file = tmp_path / "run", tmp_path / "expected.json"
     write_fake_run(run, 400, num_steps=40)  # with evaluations at steps 20 and 40
-    last = read_metrics(metrics_file(run))[-1]["eval_reward"]
+    last = read_metrics(run)[-1]["eval_reward"]
 
     def report(*values):
         names = ("step", "low", "high", "is_target")
@@ -34,7 +34,7 @@ def test_a_run_is_compared_and_only_a_missed_target_is_no_failure(tmp_path, run_
     failures = [line for line in lines if line.endswith("| not as expected: n |")]
     assert status == 1 and failures == lines[-3:] and "| eval_reward | 3 | nan |" in failures[2]
     # A run whose last evaluation was not finite does not pass by the one before.
-    with metrics_file(run).open("a") as added:
+    with (run / "metrics.jsonl").open("a") as added:
         added.write('{"step": 41, "eval_reward": null}\n')
     status, lines = report(("last", last, last))
     assert status == 1 and "| eval_reward | 41 | nan |" in lines[-1]

@@ -2,6 +2,7 @@ import json
 import os
 import shutil
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,7 +28,14 @@ def save(folder, step):
 
 
 def prepare(folder, resume=None, overwrite=False, max_steps=10):
-    return prepare_run_folder(folder, resume=resume, overwrite=overwrite, max_steps=max_steps)
+    return prepare_run_folder(
+        SimpleNamespace(
+            output_dir=str(folder),
+            resume_from_checkpoint=resume,
+            overwrite_output_dir=overwrite,
+            max_steps=max_steps,
+        )
+    )
 
 
 def write(folder, name, text=""):

@@ -152,7 +152,7 @@ def test_the_script_of_the_readme_runs_as_it_stands_on_a_cpu(warm_start, tmp_pat
     )
     assert processes_of(tmp_path) == {}
     (metrics,) = tmp_path.glob("outputs/*/metrics.jsonl")
-    steps = [row for row in read_metrics(metrics) if "loss" in row]
+    steps = [row for row in read_metrics(metrics.parent) if "loss" in row]
     assert [row["error_share"] for row in steps] == [0] * 8
     rewards = [row["reward"] for row in steps]
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.1, rewards

@@ -14,7 +14,7 @@ from verifiers_rl import LossOutputs
 from verifiers_rl.config import ConfigError
 from verifiers_rl.losses import cross_entropy
 from verifiers_rl.packing import ModelSupport
-from verifiers_rl.report.run_folder import metrics_file, read_metrics
+from verifiers_rl.report.run_folder import read_metrics
 from verifiers_rl.sft import SFTConfig, SFTTrainer
 from verifiers_rl.sft.trainer import DatasetSource, make_samples
 
@@ -63,7 +63,7 @@ def mean_loss(model, samples, weights=None):
 
 def steps_of(folder):
     """The rows of metrics.jsonl but the last, which is of the whole run."""
-    return read_metrics(metrics_file(folder))[:-1]
+    return read_metrics(folder)[:-1]
 
 
 def gradients_of_a_step(trainer):
@@ -124,19 +124,21 @@ def batches(source, steps):
     return found
 
 
-def rows_of(num):
-    return [[(np.array([i, 0], np.int32), np.array([False, True]))] for i in range(num)]
+def source_of(num, batch_size, shuffle):
+    source = DatasetSource(SFTConfig(batch_size=batch_size, shuffle=shuffle, seed=1, use_cpu=True))
+    source.rows = [[(np.array([i, 0], np.int32), np.array([False, True]))] for i in range(num)]
+    return source
 
 
 def test_each_epoch_has_each_row_once_and_its_last_batch_what_is_left():
-    plain = DatasetSource(rows_of(5), 2, shuffle=False, seed=1)
+    plain = source_of(5, 2, shuffle=False)
     assert batches(plain, range(4)) == [[0, 1], [2, 3], [4], [0, 1]]
-    shuffled = DatasetSource(rows_of(5), 3, shuffle=True, seed=1)
+    shuffled = source_of(5, 3, shuffle=True)
     first, second, third, fourth = batches(shuffled, range(4))
     assert sorted(first + second) == sorted(third + fourth) == list(range(5))
     assert first + second != third + fourth
     # As a resumed run does, whose steps before are not taken again.
-    assert batches(DatasetSource(rows_of(5), 3, shuffle=True, seed=1), [3]) == [fourth]
+    assert batches(source_of(5, 3, shuffle=True), [3]) == [fourth]
 
 
 def test_a_run_with_more_epochs_goes_on_behind_a_finished_one_with_the_same_rows_and_batches(
@@ -159,7 +161,7 @@ def test_a_run_with_more_epochs_goes_on_behind_a_finished_one_with_the_same_rows
 
 
 def test_a_conversation_of_several_samples_is_one_rollout():
-    (tokens,), one = rows_of(2)
+    (tokens,), one = source_of(2, 1, shuffle=False).rows
     samples = make_samples([[tokens, tokens], one])
     assert [(sample.rollout_id, sample.group_id) for sample in samples] == [(0, 0), (0, 0), (1, 1)]
 
@@ -173,7 +175,7 @@ def test_a_run_learns_and_leaves_the_model_of_an_rl_run(make_trainer, tmp_path, 
     )
     trainer.train()
     folder = tmp_path / "run"
-    rows = read_metrics(metrics_file(folder))
+    rows = read_metrics(folder)
     losses = [row["loss"] for row in rows if "loss" in row]
     assert len(losses) == 30 and losses[-1] < losses[0] / 5
     steps = {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}

@@ -58,7 +58,7 @@ from verifiers_rl.packing import ModelSupport, collate
 from verifiers_rl.process.interrupts import Interrupted
 from verifiers_rl.report.means import batch_metrics
 from verifiers_rl.report.metrics import ShortProgress, TokenMeans, model_flops
-from verifiers_rl.report.run_folder import WritingError, metrics_file, read_metrics
+from verifiers_rl.report.run_folder import WritingError, read_metrics
 from verifiers_rl.sync.sources import what_to_send
 from verifiers_rl.types import Batch, Rollout
 
@@ -604,7 +604,7 @@ EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 
 
 def eval_rows(trainer):
-    rows = read_metrics(metrics_file(trainer.args.output_dir))
+    rows = read_metrics(Path(trainer.args.output_dir))
     return [(row["step"], row["eval_reward"]) for row in rows if "eval_reward" in row]
 
 

@@ -4,10 +4,9 @@
                                            one process brings it to the disk
     output_dir/checkpoint-N                the folder gets its name; only then old ones are removed
 
-A killed run leaves at most `_unfinished`. The next start takes back from there a checkpoint that
-was just being replaced, and removes the rest. Beside what Trainer saves, a checkpoint has
-rl_state.json, the state of each part in `Checkpoints.kept`, and manifest.json, by which a resumed
-run finds out what is missing or was changed.
+A killed run leaves at most `_unfinished`, which the next start removes. Beside what Trainer saves,
+a checkpoint has rl_state.json, the state of each part in `Checkpoints.kept`, and manifest.json, by
+which a resumed run finds out what is missing or was changed.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from verifiers_rl.distributed import HostGroup, reduce_over_ranks
 from verifiers_rl.process.disk import put_in_place, remove_folder, sync, sync_tree
 from verifiers_rl.process.interrupts import say
 from verifiers_rl.process.terminal import showing
-from verifiers_rl.report.metrics import StepWindow
 from verifiers_rl.report.recording import OF_OPTIMIZER
 from verifiers_rl.report.run_folder import (
     MERGED,
@@ -79,7 +77,6 @@ class Checkpoints(TrainerCallback):
 
     Args:
         trainer: the `RLTrainer`.
-        window: its steps since the last line of logs.
 
     Attributes:
         kept: parts whose state is in each checkpoint, by name. Rank 0's state is saved, and every
@@ -89,8 +86,8 @@ class Checkpoints(TrainerCallback):
         run_dir: where Trainer writes now in place of output_dir; None while nothing is saved.
     """
 
-    def __init__(self, trainer: Any, window: StepWindow) -> None:
-        self._trainer, self._window = trainer, window
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
         self._folder = Path(trainer.args.output_dir)
         self._hosts: HostGroup | None = None
         self._is_running = False
@@ -109,8 +106,8 @@ class Checkpoints(TrainerCallback):
         """Enter this around a run from the checkpoint `resume`, or from the start."""
         self._hosts, self._resumed, self._is_running = hosts, resume, True
         self._saved_step, self.can_repeat_step = None, True
-        self._window.steps = []  # those of a run before
-        self.kept["position"] = Position(self._trainer, self._window)
+        self._trainer._window.steps = []  # those of a run before
+        self.kept["position"] = Position(self._trainer)
         # A step that was broken off in this process has left it at False, and FSDP2 would not load
         # the optimizer.
         self._trainer.accelerator.gradient_state._set_sync_gradients(True)
@@ -140,12 +137,14 @@ class Checkpoints(TrainerCallback):
     # --- Saving -----------------------------------------------------------------------------------
 
     def save(self, write: Callable[[], None]) -> None:
-        """Save a checkpoint of this step. Every rank calls this.
+        """Save a checkpoint of this step, unless there is one. Every rank calls this.
 
         Args:
             write: Trainer's own saving, into a folder below `run_dir`.
         """
         trainer, args, step = self._trainer, self._trainer.args, self._trainer.state.global_step
+        if step == self._saved_step:
+            return
         # A run that goes on from the checkpoint does not write rows up to this step again, so the
         # disk must have all rows of metrics and rollouts.
         trainer._files.checkpoint()
@@ -168,30 +167,6 @@ class Checkpoints(TrainerCallback):
         if args.should_save:
             self._remove_old()
 
-    def save_unfinished(self) -> None:
-        """Save a checkpoint of the steps done so far, where the run ends inside a step, unless
-        save_strategy is "no", and say where the newest one is. Every rank calls this. Outside of a
-        run it does nothing.
-        """
-        trainer, step = self._trainer, self._trainer.state.global_step
-        if not self._is_running:
-            return
-        if step not in (0, self._saved_step):
-            trainer.evaluations.log_ended()
-            if trainer.args.save_strategy != "no" and self.can_repeat_step:
-                self.save(partial(Trainer._save_checkpoint, trainer, trainer.model, trial=None))
-                trainer.control = trainer.callback_handler.on_save(
-                    trainer.args, trainer.state, trainer.control
-                )
-        if trainer.is_world_process_zero():
-            newest = newest_checkpoint(self._folder)
-            say(
-                f"the run ends at step {step}; the newest checkpoint is {newest}; go on with "
-                "--resume, or with train(resume_from_checkpoint=True)"
-                if newest
-                else f"the run ends at step {step}; nothing of its steps is saved"
-            )
-
     @contextmanager
     def saving_on_error(self) -> Iterator[None]:
         """If what is inside fails, save a checkpoint of the steps so far, then raise the error."""
@@ -202,29 +177,41 @@ class Checkpoints(TrainerCallback):
             raise
 
     def save_or_say(self) -> None:
-        """Save a checkpoint of the steps so far, where the run ends for another reason, which a
-        full disk does not hide: it costs the checkpoint. Every rank calls this.
+        """Save a checkpoint of the steps done so far, where the run ends inside a step, unless
+        save_strategy is "no", and say where the newest one is. A full disk costs the checkpoint,
+        and does not hide the other reason for which the run ends. Every rank calls this. Outside of
+        a run it does nothing.
         """
+        trainer, step = self._trainer, self._trainer.state.global_step
+        if not self._is_running:
+            return
         try:
-            self.save_unfinished()
+            if step not in (0, self._saved_step):
+                trainer.evaluations.log_ended()
+                if trainer.args.save_strategy != "no" and self.can_repeat_step:
+                    self.save(partial(Trainer._save_checkpoint, trainer, trainer.model, trial=None))
+                    trainer.control = trainer.callback_handler.on_save(
+                        trainer.args, trainer.state, trainer.control
+                    )
         except OSError as error:
             logger.error("no checkpoint of the steps so far: %s", error)
+        if trainer.is_world_process_zero():
+            newest = newest_checkpoint(self._folder)
+            say(
+                f"the run ends at step {step}; the newest checkpoint is {newest}; go on with "
+                "--resume, or with train(resume_from_checkpoint=True)"
+                if newest
+                else f"the run ends at step {step}; nothing of its steps is saved"
+            )
 
     def save_final(self) -> None:
         """Save the final model into output_dir, note that in run.json, and print the closing lines
         of the run. Every rank calls this.
         """
         trainer, args = self._trainer, self._trainer.args
-
-        def place_files(folder: Path) -> None:
-            (folder / "README.md").unlink(missing_ok=True)  # PEFT's form, with nothing filled in
-            # Without its configuration a model is none, so a part of one is not taken for it.
-            for path in sorted(folder.iterdir(), key=lambda p: p.name.endswith("config.json")):
-                put_in_place(path, self._folder / path.name)
-            folder.rmdir()
-
-        with self._complete("final", place_files) as folder:
+        with self._complete("final", only_files=True) as folder:
             trainer.save_model(str(folder), _internal_call=True)
+            (folder / "README.md").unlink(missing_ok=True)  # PEFT's form, with nothing filled in
         was_merged = read_run(self._folder).get("save_final") == "merged"
         if args.save_final == "merged":
             with self._complete(MERGED) as folder:
@@ -240,16 +227,25 @@ class Checkpoints(TrainerCallback):
     # --- All ranks --------------------------------------------------------------------------------
 
     @contextmanager
-    def _complete(self, name: str, place: Callable[[Path], None] | None = None) -> Iterator[Path]:
+    def _complete(self, name: str, only_files: bool = False) -> Iterator[Path]:
         """Give an empty folder, in which all ranks may write inside. At the end, bring it to the
         disk; then rank 0 puts it into output_dir, and one process of each other machine does, if
         that has a disk of its own.
 
         Args:
-            place: puts the folder into output_dir; by default, the folder gets this name there.
+            name: of the folder in output_dir.
+            only_files: put the folder's files there, not the folder.
         """
         args, folder = self._trainer.args, self._folder / UNFINISHED / name
-        place = place or (lambda folder: put_in_place(folder, self._folder / name))
+
+        def place() -> None:
+            # Without its configuration a model is none, so a part of one is not taken for it.
+            files = sorted(folder.iterdir(), key=lambda path: path.name.endswith("config.json"))
+            for path in files if only_files else [folder]:
+                put_in_place(path, self._folder / path.name)
+            if only_files:
+                folder.rmdir()
+
         if args.local_process_index == 0:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True, exist_ok=True)
@@ -266,10 +262,10 @@ class Checkpoints(TrainerCallback):
             raise WritingError(f"{folder} cannot be written: {error}; make room there") from error
         self._meet("all machines to have a checkpoint on their disks")
         if args.process_index == 0:
-            place(folder)
+            place()
         self._meet("a checkpoint to get its name")
         if args.local_process_index == 0 and args.process_index > 0 and folder.is_dir():
-            place(folder)
+            place()
 
     def _meet(self, what: str) -> None:
         if self._hosts is not None:
@@ -290,13 +286,11 @@ class Checkpoints(TrainerCallback):
 
     def _remove_old(self) -> None:
         """Keep the newest save_total_limit checkpoints; the best one counts and always stays."""
-        limit = self._trainer.args.save_total_limit
-        if not limit or limit < 0:
-            return
+        limit = self._trainer.args.save_total_limit or 0
         found = checkpoints_of(self._folder)
-        best = self._trainer.state.best_model_checkpoint
-        removable = [path for path in found[:-1] if best is None or path.name != Path(best).name]
-        for path in removable[: max(len(found) - limit, 0)]:
+        best = Path(self._trainer.state.best_model_checkpoint or "").name
+        removable = [path for path in found[:-1] if path.name != best]
+        for path in removable[: max(len(found) - limit, 0)] if limit > 0 else ():
             remove_folder(path, self._folder / UNFINISHED)
 
 
@@ -306,18 +300,17 @@ class Position:
 
     Args:
         trainer: the `RLTrainer`.
-        window: the steps since the last line of logs.
     """
 
-    def __init__(self, trainer: Any, window: StepWindow) -> None:
-        self._trainer, self._window = trainer, window
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
         args = trainer.args  # the optimizer keeps its own; of the weights, no other can be resumed
         self._options = {name: getattr(args, name) for name in (*OF_OPTIMIZER, *OF_WEIGHTS)}
 
     def state_dict(self, step: int) -> dict[str, Any]:
         trainer = self._trainer
         return {
-            "window": self._window.steps,
+            "window": trainer._window.steps,
             "loss": reduce_over_ranks(trainer._tr_loss).item() / trainer.args.world_size,
             "last_logged": trainer._globalstep_last_logged,
             "total_loss": trainer._total_loss_scalar,
@@ -325,18 +318,22 @@ class Position:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._window.steps = list(state["window"])
-        self._trainer._tr_loss += state["loss"]
-        self._trainer._globalstep_last_logged = state["last_logged"]
-        self._trainer._total_loss_scalar = state["total_loss"]
+        trainer = self._trainer
+        trainer._window.steps = state["window"]
+        trainer._tr_loss += state["loss"]
+        trainer._globalstep_last_logged = state["last_logged"]
+        trainer._total_loss_scalar = state["total_loss"]
         self._options = state["options"]
         for name, before in self._options.items():
-            now = getattr(self._trainer.args, name)
-            if now != before and self._trainer.is_world_process_zero():
+            now = getattr(trainer.args, name)
+            if now != before and trainer.is_world_process_zero():
                 logger.warning(
                     "%s=%s: a resumed run goes on with its optimizer, so %s stays %s. To change "
                     "it, begin a new run with the checkpoint as its model",
-                    *(name, now, name, before),
+                    name,
+                    now,
+                    name,
+                    before,
                 )
 
 

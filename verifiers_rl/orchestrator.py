@@ -19,7 +19,7 @@ import asyncio
 import gc
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
@@ -79,7 +79,7 @@ class Orchestrator:
 
     Attributes:
         sampling: the sampling options of rollout requests, for training and for evaluations.
-        evaluated: the policy version and the groups of the last evaluations, to be written.
+        evaluated: groups of evaluations, to be written, by the policy version.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Orchestrator:
             "train": args.sampling_args(),
             "eval": args.eval_sampling_args(),
         }
-        self.evaluated: deque[tuple[int, list[list[Rollout]]]] = deque(maxlen=4)
+        self.evaluated: dict[int, list[list[Rollout]]] = {}
         # What scores a group beside its rewards, such as a teacher, comes behind its rollouts.
         self._group_s = args.generation_timeout + getattr(env, "scoring_timeout_s", 0.0)
         # Positions in the order of examples that the steps before a checkpoint had more than these.
@@ -247,7 +247,7 @@ class Orchestrator:
         running = run_groups(run, lambda group: True, examples, len(examples), start)
         complete = await while_served(running, self.check_server)
         groups = [group for group, _ in complete]
-        self.evaluated.append((request.policy_version, groups))
+        self.evaluated[request.policy_version] = groups
         warn_of_failures(groups, "eval")
         runtime = time.monotonic() - start
         return {**evaluation_metrics(groups), "runtime": runtime}

@@ -151,8 +151,16 @@ def rollout_of(row: dict[str, Any]) -> Rollout:
             samples.append(sample)
     metrics = {part["name"]: part["value"] for part in row["rewards"] or []}
     return Rollout(
-        *(row["example"], text_of(prompt), text_of(reply), row["env"], row["role"] or ""),
-        *(row["reward"], metrics, samples, row["num_turns"], row["is_truncated"]),
+        row["example"],
+        text_of(prompt),
+        text_of(reply),
+        row["env"],
+        row["role"] or "",
+        row["reward"],
+        metrics,
+        samples,
+        row["num_turns"],
+        row["is_truncated"],
     )
 
 

@@ -17,16 +17,23 @@ until torchvision is imported.
 """
 
 import sys
-from typing import Any
 
 # The operators to which torchvision's Python modules add gradients and shapes on import.
 OPERATORS = (
-    *("nms", "qnms", "qroi_align"),
-    *("roi_align", "_roi_align_backward", "roi_pool", "_roi_pool_backward"),
-    *("ps_roi_align", "_ps_roi_align_backward", "ps_roi_pool", "_ps_roi_pool_backward"),
-    *("deform_conv2d", "_deform_conv2d_backward"),
+    "nms",
+    "qnms",
+    "qroi_align",
+    "roi_align",
+    "_roi_align_backward",
+    "roi_pool",
+    "_roi_pool_backward",
+    "ps_roi_align",
+    "_ps_roi_align_backward",
+    "ps_roi_pool",
+    "_ps_roi_pool_backward",
+    "deform_conv2d",
+    "_deform_conv2d_backward",
 )
-_declared: list[Any] = []  # kept, because deleting a Library undoes its declarations
 _USERS = ("torchvision._autograd_registrations", "torchvision._meta_registrations")
 
 
@@ -47,11 +54,9 @@ def declare() -> None:
     """Declare the operators that torch does not know."""
     import torch
 
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    _declared.append(library)
     for name in OPERATORS:
         if not hasattr(torch.ops.torchvision, name):
-            library.define(f"{name}(Tensor input) -> Tensor")
+            torch.library.define(f"torchvision::{name}", "(Tensor input) -> Tensor")
 
 
 sys.meta_path.insert(0, _OperatorsFirst)

@@ -165,7 +165,7 @@ class RLTrainer(SavingTrainer):
         self._lora_sync = broadcast_outcome({"lora_sync": lora_sync})["lora_sync"]
         self._interrupts, self._window = Interrupts(), StepWindow()
         self.evaluations = Evaluations(self)
-        self.checkpoints, self._files = Checkpoints(self, self._window), RunFiles(self)
+        self.checkpoints, self._files = Checkpoints(self), RunFiles(self)
         if not args.disable_tqdm:
             replace_progress_bar(self)
         for callback in (self.checkpoints, self._files, self._window):

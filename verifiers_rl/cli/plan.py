@@ -327,12 +327,7 @@ def check_start(config: TrainConfig, args: Any) -> None:
         RunFolderError: the run cannot begin in its output_dir, or cannot write there.
         TomlError: a tracker cannot be used.
     """
-    prepare_run_folder(
-        args.output_dir,
-        resume=args.resume_from_checkpoint,
-        overwrite=args.overwrite_output_dir,
-        max_steps=args.max_steps,
-    )
+    prepare_run_folder(args)
     if problem := folder_error(args.output_dir):
         raise RunFolderError(problem)
     if problem := tracker_error(args.report_to):

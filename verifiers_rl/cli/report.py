@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from verifiers_rl.option_rules import problem_of
-from verifiers_rl.report.run_folder import RunFolderError, metrics_file, read_metrics, summary
+from verifiers_rl.report.run_folder import RunFolderError, read_metrics, summary
 
 
 class Expected(BaseModel, extra="forbid"):
@@ -48,10 +48,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("folder", type=Path, metavar="RUN", help="the folder of a run")
     parser.add_argument("--expect", type=Path, metavar="FILE", help="the expected.json of a recipe")
     options = parser.parse_args(argv)
-    metrics, expected, num_missed = metrics_file(options.folder), [], 0
+    expected, num_missed = [], 0
     try:
-        rows = read_metrics(metrics)
-        print(summary(metrics))
+        rows = read_metrics(options.folder)
+        print(summary(options.folder))
         if options.expect:
             expected = TypeAdapter(list[Expected]).validate_json(options.expect.read_bytes())
             print(f"\n| metric | step | value | expected | |\n{'| --- ' * 5}|")

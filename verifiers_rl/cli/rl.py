@@ -229,10 +229,11 @@ def check(config: RunConfig) -> int:
         config.trainer.args |= small
         # For children that read the files, because these have secrets.
         config.layers.words += [f"--trainer.args.{name}={value}" for name, value in small.items()]
-        status, metrics = run_anywhere(config), Path(folder, "metrics.jsonl")
+        status = run_anywhere(config)
         problem = f"status {status}" if status else None
-        if metrics.is_file():  # else the trainer was on another machine, which has said how it went
-            problem = problem or problem_of(metrics)
+        # Else the trainer was on another machine, which has said how it went.
+        if Path(folder, "metrics.jsonl").is_file():
+            problem = problem or problem_of(Path(folder))
         if problem:
             logs, kept = Path(folder, LOGS), tempfile.mkdtemp(prefix="vf-rl-check-")
             logs.mkdir(exist_ok=True)  # there are none where Ray brings them here
@@ -241,11 +242,11 @@ def check(config: RunConfig) -> int:
     return int(bool(problem))
 
 
-def problem_of(metrics: Path) -> str | None:
-    """Say what the steps of these metrics show. Return what must be fixed, or None."""
+def problem_of(folder: Path) -> str | None:
+    """Say what the steps of this run show. Return what must be fixed, or None."""
     from verifiers_rl.report.metrics import FIRST_MISMATCH_KL
 
-    rows = [row for row in read_metrics(metrics) if "mismatch_kl" in row]
+    rows = [row for row in read_metrics(folder) if "mismatch_kl" in row]
     for row in rows:
         shown = (
             f"{name} {row[name]:.3g}"

@@ -130,10 +130,12 @@ class Interrupts:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.getsignal(number) for number in numbers}
-        # One that is ignored (nohup, a job in the background) stays so. None: not Python's own.
-        before = {n: h for n, h in before.items() if h not in (signal.SIG_IGN, None)}
+        before = {
+            number: handler
+            for number in (signal.SIGINT, signal.SIGTERM)
+            # One that is ignored (nohup, a job in the background) stays so. None: not Python's own.
+            if (handler := signal.getsignal(number)) not in (signal.SIG_IGN, None)
+        }
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         listener = threading.Thread(
@@ -166,7 +168,6 @@ class Interrupts:
                 continue
             if first_s is None:
                 first_s = time.monotonic()
-                self.number = self.number or number
                 self._say_what_follows(number)
             elif time.monotonic() - first_s > SAME_S:
                 os._exit(128 + number)

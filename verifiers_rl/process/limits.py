@@ -17,6 +17,5 @@ def raise_open_files(num_wanted: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = len(os.listdir("/dev/fd")) + num_wanted
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        is_bounded = hard != resource.RLIM_INFINITY
-        soft = min(wanted, hard) if is_bounded else wanted
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from itertools import groupby
 
 import numpy as np
 
@@ -92,11 +94,13 @@ def _of_evaluation(groups: Groups) -> dict[str, float]:
     return metrics
 
 
-def _by_env(groups: Groups) -> dict[str, list[Sequence[Rollout]]]:
-    by_env: dict[str, list[Sequence[Rollout]]] = {}
-    for group in sorted(groups, key=lambda group: group[0].env):
-        by_env.setdefault(group[0].env, []).append(group)
-    return by_env
+def _by_env(groups: Groups) -> dict[str, Groups]:
+    """Return the groups of each environment, by its name and in the order of names."""
+
+    def env_of(group: Sequence[Rollout]) -> str:
+        return group[0].env
+
+    return {env: [*own] for env, own in groupby(sorted(groups, key=env_of), env_of)}
 
 
 def _survivors(groups: Groups) -> list[Rollout]:
@@ -107,5 +111,7 @@ def _mean_scores(survivors: Sequence[Rollout], num_rollouts: int) -> dict[str, f
     """Return means of the environment's own metrics over so many rollouts; those that did not
     survive, and those that lack one, count as 0.
     """
-    names = sorted({name for rollout in survivors for name in rollout.metrics})
-    return {n: float(sum(r.metrics.get(n, 0.0) for r in survivors) / num_rollouts) for n in names}
+    sums = Counter[str]()
+    for rollout in survivors:
+        sums.update(rollout.metrics)
+    return {name: float(sums[name] / num_rollouts) for name in sorted(sums)}

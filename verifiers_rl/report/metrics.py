@@ -80,15 +80,12 @@ class TokenValues:
     def collect(self) -> None:
         """Bring the values of all ranks together, and wait for them. Every rank must call this."""
         # Each sample is computed by at most one rank; the others have zeros.
-        found = reduce_over_ranks(torch.cat([*self._values.values()], dim=1))
-        values = found.cpu().numpy()
-        values[:3, values[3] == 0] = np.nan
-        stops = np.cumsum([self._lengths[i] for i in self._values])
-        parts = np.split(values[:3], stops[:-1], axis=1)
+        found = reduce_over_ranks(torch.cat([*self._values.values()], dim=1)).cpu()
+        parts = found.split([self._lengths[i] for i in self._values], dim=1)
         for i, part in zip(self._values, parts, strict=True):
-            sample = self._samples[i]
+            sample, (*values, is_computed) = self._samples[i], part.numpy()
             of_tokens = np.full((3, sample.num_tokens), np.nan, np.float32)
-            of_tokens[:, sample.loss_mask] = part
+            of_tokens[:, sample.loss_mask] = np.where(is_computed, values, np.nan)
             sample.extras |= zip(TOKEN_VALUES, of_tokens, strict=True)
 
 
@@ -203,17 +200,17 @@ class StepCounts:
         """Return what a step logs of the batch it was trained on; see docs/metrics.md."""
         sizes = batch.sizes
         return {
-            "num_tokens": float(batch.num_tokens),
-            "num_loss_tokens": float(batch.num_loss_tokens),
-            "num_masked_samples": float((sizes.num_loss_tokens == 0).sum()),
-            "num_microbatches": float(self.num_microbatches),
+            "num_tokens": batch.num_tokens,
+            "num_loss_tokens": batch.num_loss_tokens,
+            "num_masked_samples": int((sizes.num_loss_tokens == 0).sum()),
+            "num_microbatches": self.num_microbatches,
             "padding_share": (self.num_positions - self.num_own_tokens)
             / max(self.num_positions, 1),
             "idle_sample_share": (len(sizes.lengths) - self.num_samples)
             / max(len(sizes.lengths), 1),
             "prefix_sharing": self.num_tokens_of_samples / max(self.num_tokens, 1),
             "skipped_update_share": float(not self.num_microbatches),
-            "policy_version": float(batch.policy_version),
+            "policy_version": batch.policy_version,
             **batch.staleness(),
         }
 
@@ -258,7 +255,8 @@ class StepWindow(TrainerCallback):
                 "rewards; their mean is %.3g. Does the reward depend on the reply? If it does, "
                 "take easier or harder examples, or raise temperature or rollouts_per_example, so "
                 "that replies to one example differ",
-                *(UNIFORM_STEPS, metrics.get("reward", float("nan"))),
+                UNIFORM_STEPS,
+                metrics.get("reward", float("nan")),
             )
         # The weights of both sides are equal in the first step, if its batch is new.
         is_equal = self._is_first and metrics.get("staleness") == 0.0
@@ -269,7 +267,8 @@ class StepWindow(TrainerCallback):
                 "explain (it stays below %g): the tokens were not sampled from the model that is "
                 "trained. Look at the server's model, at sampling options such as top_p, and at "
                 "what the environment or its harness puts into a request",
-                *(mismatch_kl, FIRST_MISMATCH_KL),
+                mismatch_kl,
+                FIRST_MISMATCH_KL,
             )
 
     def take(self) -> dict[str, float]:

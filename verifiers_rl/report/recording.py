@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
@@ -34,13 +34,13 @@ from verifiers_rl.process.terminal import showing
 from verifiers_rl.report.metrics import TOKEN_VALUES, TokenValues
 from verifiers_rl.report.rollouts import RolloutWriter
 from verifiers_rl.report.run_folder import (
+    METRICS,
     RESOLVED,
     WritingError,
-    holds_a_run,
-    metrics_file,
     read_metrics,
     read_run,
     remove_rollouts,
+    traces_of_a_run,
     write_metrics,
     write_run,
     writing,
@@ -98,17 +98,15 @@ class RunFiles(TrainerCallback):
             self._write_end("finished")
         except BaseException as error:
             is_interrupt = isinstance(error, KeyboardInterrupt | SystemExit)
-            status = "interrupted" if is_interrupt else "failed"
-            jobs: list[Callable[[], None]] = [self.checkpoint, partial(self._write_end, status)]
-            if groups := getattr(error, "groups", ()):  # whose rollouts have all failed
-                split: Split = getattr(error, "split", "train")
-                step = self._trainer.state.global_step + (split == "train")
-                jobs.insert(0, partial(self._append, split, step, groups))
-            for job in jobs:
-                try:
-                    job()
-                except OSError as second:
-                    logger.error("%s", second)  # the run's own error is raised
+            try:
+                self._write_end("interrupted" if is_interrupt else "failed")
+                if groups := getattr(error, "groups", ()):  # whose rollouts have all failed
+                    split: Split = getattr(error, "split", "train")
+                    step = self._trainer.state.global_step + (split == "train")
+                    self._append(split, step, groups)
+                self.checkpoint()
+            except OSError as second:
+                logger.error("%s", second)  # the run's own error is raised
             raise
         finally:
             self._writer, thread, self._thread = None, self._thread, None
@@ -123,12 +121,12 @@ class RunFiles(TrainerCallback):
         if not self._is_main:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        target, rows = metrics_file(self._folder), self._rows_before
+        rows = self._rows_before
         if state.global_step:
-            before = read_metrics(target) if target.is_file() else []
+            before = read_metrics(self._folder) if (self._folder / METRICS).is_file() else []
             rows = [row for row in before if row["step"] == 0 and row not in rows] + rows
             rows += [{"step": row["step"], **row} for row in state.log_history if row["step"]]
-        write_metrics(target, rows)
+        write_metrics(self._folder, rows)
         self._rows_before, self._has_begun = [], True
         remove_rollouts(self._folder, state.global_step)
         earlier = read_run(self._folder) if state.global_step else {}
@@ -167,21 +165,14 @@ class RunFiles(TrainerCallback):
         return TokenValues(batch, is_chosen, args.device) if is_chosen.any() else None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        batch = self._trainer.batch
-        if self._writer is None or batch is None:
-            return
-        groups = batch.groups or [batch.rollouts]
-        self._append("train", state.global_step, groups)
+        if self._writer is not None:
+            batch = self._trainer.batch
+            self._append("train", state.global_step, batch.groups or [batch.rollouts])
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the rollouts of the evaluation whose results were logged at this step."""
-        evaluated = getattr(self._trainer.orchestrator, "evaluated", None)
-        if self._writer is None or not evaluated:
-            return
-        groups = dict(evaluated).get(state.global_step, [])  # the last one of this step
-        while evaluated and evaluated[0][0] <= state.global_step:
-            evaluated.popleft()
-        self._append("eval", state.global_step, groups)
+        evaluated = getattr(self._trainer.orchestrator, "evaluated", {})
+        self._append("eval", state.global_step, evaluated.pop(state.global_step, []))
 
     def checkpoint(self) -> None:
         """Bring all rollouts up to this step to the disk."""
@@ -193,10 +184,11 @@ class RunFiles(TrainerCallback):
         """Write the row of metrics.jsonl, and show people some of the rollouts of the last step."""
         if not self._is_main or not logs:
             return
-        row, target = {"step": state.global_step, **logs}, metrics_file(self._folder)
+        row, target = {"step": state.global_step, **logs}, self._folder / METRICS
         if not self._has_begun:
             self._rows_before.append(row)
-        if self._has_begun or not holds_a_run(self._folder):  # train() refuses or resumes that one
+        # A run that is there already, train() refuses or resumes.
+        if self._has_begun or not traces_of_a_run(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             with writing(target), target.open("ab") as file:
                 file.write(as_json(row) + b"\n")

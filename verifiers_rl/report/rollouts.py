@@ -44,11 +44,24 @@ _MESSAGES = _objects(
 )
 NUMBERS = pa.schema(
     {
-        **{"step": _COUNT, "split": _TEXT, "env": _TEXT, "role": _TEXT, "example": pa.int64()},
-        **{"group": _COUNT, "reward": _NUMBER, "rewards": _objects(name=_TEXT, value=_NUMBER)},
-        **{"advantage": _NUMBER, "is_truncated": _IS, "in_loss": _IS, "error": _TEXT},
-        **dict.fromkeys(("num_turns", "num_tokens", "num_sampled_tokens"), _COUNT),
-        **{"oldest_version": _COUNT, "newest_version": _COUNT, "generation_s": _NUMBER},
+        "step": _COUNT,
+        "split": _TEXT,
+        "env": _TEXT,
+        "role": _TEXT,
+        "example": pa.int64(),
+        "group": _COUNT,
+        "reward": _NUMBER,
+        "rewards": _objects(name=_TEXT, value=_NUMBER),
+        "advantage": _NUMBER,
+        "is_truncated": _IS,
+        "in_loss": _IS,
+        "error": _TEXT,
+        "num_turns": _COUNT,
+        "num_tokens": _COUNT,
+        "num_sampled_tokens": _COUNT,
+        "oldest_version": _COUNT,
+        "newest_version": _COUNT,
+        "generation_s": _NUMBER,
         "has_tokens": _IS,
     }
 )
@@ -69,15 +82,19 @@ TEXTS = pa.schema(
         ),
     }
 )
+_COUNTS, _NUMBERS, _ARE = pa.list_(_COUNT), pa.list_(pa.float32()), pa.list_(_IS)  # of tokens
 TOKENS = pa.schema(
     {
-        **{"sample": pa.list_(_COUNT), "token_ids": pa.list_(_COUNT)},
-        **{"token_texts": pa.list_(_TEXT), "loss_mask": pa.list_(_IS)},
-        **dict.fromkeys(
-            ("inference_logprobs", "trainer_logprobs", "entropy", "advantages"),
-            pa.list_(pa.float32()),
-        ),
-        **{"policy_versions": pa.list_(_COUNT), "is_masked": pa.list_(_IS)},
+        "sample": _COUNTS,
+        "token_ids": _COUNTS,
+        "token_texts": pa.list_(_TEXT),
+        "loss_mask": _ARE,
+        "inference_logprobs": _NUMBERS,
+        "trainer_logprobs": _NUMBERS,
+        "entropy": _NUMBERS,
+        "advantages": _NUMBERS,
+        "policy_versions": _COUNTS,
+        "is_masked": _ARE,
     }
 )
 SCHEMA = pa.schema([*NUMBERS, *TEXTS, *TOKENS])
@@ -129,22 +146,19 @@ class RolloutWriter:
         if not self._tables:
             return
         path = rollouts_file(self._folder, self._number)
-        with writing(path, "make room there, or set log_rollouts=0"):
-            self._write(path)
-        self._tables, self._written_at = [], time.monotonic()
-
-    def _write(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # An evaluation that ended behind the step's own rows.
-        before = [pq.read_table(path, schema=SCHEMA)] if path.is_file() else []
         unfinished = path.with_name(".unfinished")
-        pq.write_table(
-            pa.concat_tables([*before, *self._tables]),
-            unfinished,
-            row_group_size=_ROWS,
-            compression="zstd",
-            use_dictionary=False,
-            write_statistics=False,
-        )
-        sync(unfinished)
-        put_in_place(unfinished, path)
+        with writing(path, "make room there, or set log_rollouts=0"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # An evaluation that ended behind the step's own rows.
+            before = [pq.read_table(path, schema=SCHEMA)] if path.is_file() else []
+            pq.write_table(
+                pa.concat_tables([*before, *self._tables]),
+                unfinished,
+                row_group_size=_ROWS,
+                compression="zstd",
+                use_dictionary=False,
+                write_statistics=False,
+            )
+            sync(unfinished)
+            put_in_place(unfinished, path)
+        self._tables, self._written_at = [], time.monotonic()

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from verifiers_rl.json_text import as_json
-from verifiers_rl.process.disk import restore_replaced
 
 RUN = "run.json"
 METRICS = "metrics.jsonl"
@@ -37,16 +36,29 @@ UNFINISHED = "_unfinished"
 ABANDONED = "_abandoned"  # a folder for checkpoints behind one that a run went back to
 MERGED = "merged"  # the final model with its adapter merged in
 _MODEL = (
-    *(ADAPTER, "adapter_model*.safetensors", "adapter_model.bin"),
-    *("model*.safetensors", "pytorch_model*.bin"),
+    ADAPTER,
+    "adapter_model*.safetensors",
+    "adapter_model.bin",
+    "model*.safetensors",
+    "pytorch_model*.bin",
 )
 # The final model and the files beside it. A base model has the same files, so they are removed only
 # if run.json says that the run saved its final model.
 MODEL_FILES = (
     *_MODEL,
-    *("*.safetensors.index.json", "*.bin.index.json", "config.json", "generation_config.json"),
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
-    *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "training_args.bin"),
+    "*.safetensors.index.json",
+    "*.bin.index.json",
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "training_args.bin",
 )
 
 
@@ -67,9 +79,9 @@ def writing(path: Path, fix: str = "make room there") -> Iterator[None]:
         raise WritingError(f"{path} cannot be written: {error}; {fix}") from error
 
 
-def newest_checkpoint(output_dir: str | Path) -> Path | None:
+def newest_checkpoint(folder: Path) -> Path | None:
     """Return the checkpoint with the most steps, or None."""
-    return next(reversed(checkpoints_of(Path(output_dir))), None)
+    return next(reversed(checkpoints_of(folder)), None)
 
 
 def checkpoints_of(folder: Path) -> list[Path]:
@@ -80,44 +92,32 @@ def checkpoints_of(folder: Path) -> list[Path]:
     return [found[n] for n in sorted(filter(str.isdecimal, found), key=int) if found[n].is_dir()]
 
 
-def holds_a_run(output_dir: str | Path) -> bool:
-    return bool(_traces_of_a_run(Path(output_dir).expanduser()))
-
-
-def prepare_run_folder(
-    output_dir: str | Path,
-    *,
-    resume: bool | str | None,
-    overwrite: bool,
-    max_steps: int,
-) -> Path | None:
+def prepare_run_folder(args: Any, resume: bool | str | None = None) -> Path | None:
     """Return the checkpoint to resume from, or None for a run from the start. Changes nothing on
-    disk, but a checkpoint that lost its name to a kill gets it back.
+    disk.
 
     Args:
+        args: the `RLConfig`; its `resume_from_checkpoint` stands for `resume` if that is not set.
         resume: True for the newest checkpoint, or the path of one.
-        overwrite: the run may replace one that the folder holds (see `clear_run_folder`).
-        max_steps: steps of the whole run; -1 if they are not known yet.
 
     Raises:
         RunFolderError: the folder holds a run that is neither resumed nor overwritten, there is no
             such checkpoint, it is damaged (of large files, only sizes are compared here), or the
             run is finished.
     """
-    folder = Path(output_dir).expanduser()
+    folder, resume = Path(args.output_dir), resume or args.resume_from_checkpoint
     if folder.exists() and not folder.is_dir():
         raise RunFolderError(f"output_dir={str(folder)!r} is a file; choose another")
-    restore_replaced(folder / UNFINISHED, folder)
-    found = ", ".join(_traces_of_a_run(folder)[:4])
+    found = ", ".join(traces_of_a_run(folder)[:4])
     if not resume:
-        if found and not overwrite:
+        if found and not args.overwrite_output_dir:
             raise RunFolderError(
                 f"output_dir={str(folder)!r} holds a run already ({found}). Go on with it: "
                 "--resume, or train(resume_from_checkpoint=True); replace it: --overwrite, or "
                 "overwrite_output_dir=True; or choose another output_dir or run_name"
             )
         return None
-    if overwrite:
+    if args.overwrite_output_dir:
         raise RunFolderError(
             "resuming goes on with the run in the folder, and overwrite_output_dir=True "
             "(--overwrite) removes it; leave one of them out"
@@ -133,10 +133,10 @@ def prepare_run_folder(
     step = _step_of(checkpoint)
     # A run that was killed behind its last step still has its final model to save.
     is_finished = not is_own or read_run(folder).get("status", "finished") == "finished"
-    if 0 <= max_steps < step + is_finished:  # below 0: the data will say
+    if 0 <= args.max_steps < step + is_finished:  # below 0: the data will say
         raise RunFolderError(
-            f"{checkpoint} is already at step {step} of {max_steps}: raise max_steps (of vf-sft: "
-            "num_train_epochs)"
+            f"{checkpoint} is already at step {step} of {args.max_steps}: raise max_steps (of "
+            "vf-sft: num_train_epochs)"
         )
     return checkpoint
 
@@ -166,8 +166,7 @@ def enter_run_folder(args: Any, resume: bool | str | None) -> str | None:
     resume from, or None.
 
     Args:
-        args: the `RLConfig`; its `resume_from_checkpoint` stands for `resume` if that is not set.
-        resume: True for the newest checkpoint, or the path of one.
+        args, resume: see `prepare_run_folder`.
 
     Raises:
         RunFolderError: on rank 0; see `prepare_run_folder`. Large files of the checkpoint are read
@@ -179,14 +178,9 @@ def enter_run_folder(args: Any, resume: bool | str | None) -> str | None:
     found: dict[str, Any] | None = None
     try:
         if args.process_index == 0:
-            checkpoint = prepare_run_folder(
-                args.output_dir,
-                resume=resume or args.resume_from_checkpoint,
-                overwrite=args.overwrite_output_dir,
-                max_steps=args.max_steps,
-            )
+            checkpoint = prepare_run_folder(args, resume)
             if args.overwrite_output_dir:
-                clear_run_folder(args.output_dir)
+                clear_run_folder(Path(args.output_dir))
             if checkpoint is not None:
                 raise_if_damaged(checkpoint, reads_all=True)
                 saved = rl_state_of(checkpoint).get("position", {}).get("options", {})
@@ -197,20 +191,19 @@ def enter_run_folder(args: Any, resume: bool | str | None) -> str | None:
                             "with that, or begin a new run with the checkpoint as its model"
                         )
                 print(f"resuming from {checkpoint}", flush=True)
-                if checkpoint.resolve().parent == Path(args.output_dir).expanduser().resolve():
-                    _set_later_aside(checkpoint)
+                _set_later_aside(Path(args.output_dir), _step_of(checkpoint))
             found = {"checkpoint": checkpoint and str(checkpoint)}
-    finally:  # rank 0 may give a checkpoint its name back, and rename others, so it alone looks
+    finally:  # rank 0 may rename checkpoints, so it alone looks
         found = broadcast_outcome(found)
     return found["checkpoint"]
 
 
-def _set_later_aside(checkpoint: Path) -> None:
+def _set_later_aside(folder: Path, step: int) -> None:
     """Rename the checkpoints of later steps. The run repeats these steps, and must not go on from
     such a checkpoint if it is killed.
     """
-    for later in checkpoints_of(checkpoint.parent):
-        if int(later.name.removeprefix("checkpoint-")) > _step_of(checkpoint):
+    for later in checkpoints_of(folder):
+        if int(later.name.removeprefix("checkpoint-")) > step:
             target = later.with_name(ABANDONED) / later.name
             target.parent.mkdir(exist_ok=True)
             shutil.rmtree(target, ignore_errors=True)
@@ -218,11 +211,10 @@ def _set_later_aside(checkpoint: Path) -> None:
             print(f"{later.name} has steps that are repeated: it is now {target}", flush=True)
 
 
-def clear_run_folder(output_dir: str | Path) -> None:
+def clear_run_folder(folder: Path) -> None:
     """Remove what a run wrote into its folder: its metrics, rollouts and checkpoints, and
     its final models. Everything else stays, also a model that no run saved.
     """
-    folder = Path(output_dir).expanduser()
     patterns = [RUN, METRICS, _ROLLOUTS, UNFINISHED, ABANDONED]
     if saved := read_run(folder).get("save_final"):
         patterns += [*MODEL_FILES, *([MERGED] if saved == "merged" else [])]
@@ -231,14 +223,13 @@ def clear_run_folder(output_dir: str | Path) -> None:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-def closing_lines(output_dir: str | Path) -> list[str]:
+def closing_lines(folder: Path) -> list[str]:
     """Return the last lines of a run: how its rewards changed, how to look at it, and where the
     model is.
     """
-    folder = Path(output_dir)
     lines = []
     if (folder / METRICS).is_file():
-        lines = summary(folder / METRICS).splitlines()
+        lines = summary(folder).splitlines()
         lines.append(f"look at it: vf-rl view {shlex.quote(str(folder))}")
     for file, what in ((ADAPTER, "adapter"), ("config.json", "model")):
         if (folder / file).is_file():
@@ -251,22 +242,20 @@ def closing_lines(output_dir: str | Path) -> list[str]:
 # --- metrics.jsonl --------------------------------------------------------------------------------
 
 
-def metrics_file(output_dir: str | Path) -> Path:
-    return Path(output_dir) / METRICS
-
-
-def read_metrics(source: Path) -> list[dict[str, Any]]:
-    """Return the rows of a metrics.jsonl, without lines that a killed process left unfinished."""
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of a run's metrics.jsonl, without lines that a killed process left
+    unfinished. Raises OSError if it cannot be read.
+    """
     rows = []
-    for line in source.read_text("utf-8", "replace").splitlines():
+    for line in (folder / METRICS).read_text("utf-8", "replace").splitlines():
         with suppress(ValueError, RecursionError):
             rows.append(json.loads(line))
     return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
 
 
-def write_metrics(target: Path, rows: list[dict[str, Any]]) -> None:
-    """Replace a metrics.jsonl at once."""
-    replace_file(target, b"".join(as_json(row) + b"\n" for row in rows))
+def write_metrics(folder: Path, rows: list[dict[str, Any]]) -> None:
+    """Replace a run's metrics.jsonl at once."""
+    replace_file(folder / METRICS, b"".join(as_json(row) + b"\n" for row in rows))
 
 
 def replace_file(target: Path, content: bytes, fix: str = "make room there") -> None:
@@ -289,11 +278,11 @@ def short(number: float) -> str:
     return f"{number:.3f}" if abs(number) < 1e6 else f"{number:.3g}"
 
 
-def summary(source: Path) -> str:
+def summary(folder: Path) -> str:
     """Return the first and the last value of the reward (of the loss, where there are no rewards)
-    and of each score of evaluations, from a metrics.jsonl.
+    and of each score of evaluations of a run.
     """
-    rows = read_metrics(source)
+    rows = read_metrics(folder)
     learned = "reward" if any("reward" in row for row in rows) else "loss"
     counts = ("runtime", "wait_s", "num_rollouts", "num_turns", "loss_s")
     lines = []
@@ -397,13 +386,12 @@ def remove_rollouts(folder: Path, behind: int) -> None:
 # --- What is in the folder ------------------------------------------------------------------------
 
 
-def _traces_of_a_run(folder: Path) -> list[str]:
+def traces_of_a_run(folder: Path) -> list[str]:
     """Return the files that show that a run was here. Rows of step 0 show none: they are of
     evaluations before any training.
     """
     found = [path.name for path in checkpoints_of(folder)]
-    metrics = folder / METRICS
-    if metrics.is_file() and any(row["step"] > 0 for row in read_metrics(metrics)):
+    if (folder / METRICS).is_file() and any(row["step"] > 0 for row in read_metrics(folder)):
         found.append(METRICS)
     return found + sorted(path.name for pattern in _MODEL for path in folder.glob(pattern))
 

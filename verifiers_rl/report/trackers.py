@@ -51,11 +51,10 @@ def print_rollouts(rollouts: Sequence[Rollout], step: int) -> None:
     ranked = sorted(rollouts, key=lambda rollout: rollout.reward)
     for rollout in (*ranked[:1], *ranked[1:][-1:]):
         # Text, not markup: what a model writes must not be read as formatting.
-        shown = (printable(_shorten(text, 400)) for text in (rollout.prompt, rollout.completion))
+        shown = (
+            printable(text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}")
+            for text in (rollout.prompt, rollout.completion)
+        )
         sign = "+" * (rollout.advantage >= 0)
         table.add_row(*map(Text, shown), short(rollout.reward), sign + short(rollout.advantage))
     Terminal().print(table)
-
-
-def _shorten(text: str, limit: int) -> str:
-    return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"

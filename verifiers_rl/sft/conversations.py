@@ -232,10 +232,8 @@ class Tokenization:
         if not isinstance(prompt, str):
             return self._of_conversation(row, prompt, completion)
         end = self._tokenizer.eos_token or ""
-        if not completion.endswith(end):
-            completion += end
         before = self._encode(prompt)
-        ids = self._longer(before, prompt, prompt + completion)
+        ids = self._longer(before, prompt, prompt + completion.removesuffix(end) + end)
         begin = self._begin if ids[: len(self._begin)] != self._begin else []
         start = len(begin) + len(before)
         return [self._sample([*begin, *ids], [(start, len(begin) + len(ids))])]
@@ -365,13 +363,9 @@ def _messages(messages: Any, column: str) -> list[dict[str, Any]]:
             )
         message = {"content": "", "weight": 1, **message}
         content = message["content"]
-        parts = content if isinstance(content, list) else []
-        if not isinstance(content, str | list | None) or not all(
-            isinstance(part, Mapping) for part in parts
-        ):
+        if not isinstance(content, str | list | None):
             raise DatasetError(
-                f"{where}: content must be a string, or a list of parts such as "
-                f'{{"type": "text", "text": "..."}}, not {content!r:.80}'
+                f"{where}: content must be a string, or a list of parts, not {content!r:.80}"
             )
         if message["weight"] not in (0, 1):
             raise DatasetError(f"{where}: weight must be 0 or 1, not {message['weight']!r}")
@@ -381,8 +375,8 @@ def _messages(messages: Any, column: str) -> list[dict[str, Any]]:
             found.append(as_vllm_renders(message))
         except (AttributeError, KeyError, TypeError) as error:
             raise DatasetError(
-                f"{where}: each of tool_calls must be "
-                '{"type": "function", "function": {"name": ..., "arguments": ...}}'
+                f'{where}: each part of content must be {{"type": "text", "text": ...}}, each of '
+                'tool_calls {"type": "function", "function": {"name": ..., "arguments": ...}}'
             ) from error
         except ValueError as error:
             raise DatasetError(f"{where}: {error}") from error

@@ -17,7 +17,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -243,10 +242,9 @@ async def _write(
 ) -> None:
     """Write the rows of each environment. Without any there is no file."""
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    modes = chain(["xb"], repeat("ab"))  # the file is a new one
 
     def write(row: dict[str, Any]) -> None:
-        with writing(options.output), options.output.open(next(modes)) as file:
+        with writing(options.output), options.output.open("ab") as file:
             file.write(as_json(row) + b"\n")
 
     num_kept = 0
@@ -283,28 +281,26 @@ async def write_rows(
             f"environment {player.name!r}: its tasks are a stream without end: say how many "
             "examples by --examples"
         )
-    num, reward, first_error = Counter[str](), 0.0, ""
+    num, rewards, errors = Counter[str](), list[float](), list[str]()
     numbers = range(min(options.examples or size, size))
     unplayed = (number for number in numbers for _ in range(options.rollouts))
     total = len(numbers) * options.rollouts
 
     async def play_next() -> None:  # in each place
-        nonlocal reward, first_error
         for number in unplayed:
             try:
                 rows = await run_contained(player.play(options.split, number))
             except Exception as error:  # whatever the environment's own code raises
-                num["failed"] += 1
-                first_error = first_error or describe_error(error)
-                if not num["rollouts"] and num["failed"] >= min(NUM_TRIED, total):
+                errors.append(describe_error(error))
+                if not rewards and len(errors) >= min(NUM_TRIED, total):
                     raise GenerationError(
                         f"environment {player.name!r}: no rollout succeeded, and the first "
-                        f"{num['failed']} failed. The first error: {first_error}"
+                        f"{len(errors)} failed. The first error: {errors[0]}"
                     ) from error
                 continue
             for row, is_cut in rows:
-                reward += row["reward"]
-                num.update(rollouts=1, cut=is_cut)
+                rewards.append(row["reward"])
+                num["cut"] += is_cut
                 if not is_cut and row["reward"] >= options.min_reward:
                     num["written"] += 1
                     write(row)
@@ -314,10 +310,10 @@ async def write_rows(
         await gather_or_cancel(play_next() for _ in range(min(num_at_once, total)))
     finally:
         await player.close()
-    said = f"{num['written']} of {num['rollouts'] + num['failed']} rollouts written"
-    said += f", mean reward {reward / max(num['rollouts'], 1):.3f}"
+    said = f"{num['written']} of {len(rewards) + len(errors)} rollouts written"
+    said += f", mean reward {sum(rewards) / max(len(rewards), 1):.3f}"
     if num["cut"]:
         said += f"; {num['cut']} left out, because a length limit cut a turn"
-    if num["failed"]:
-        said += f"; {num['failed']} failed, the first by {first_error}"
+    if errors:
+        said += f"; {len(errors)} failed, the first by {errors[0]}"
     return num["written"], said

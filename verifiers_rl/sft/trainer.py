@@ -31,8 +31,16 @@ from verifiers_rl.types import Batch, BatchSource, Sample, WeightSink, idle
 
 # What a step logs of rollouts, and nothing is known of where there are none.
 _OF_ROLLOUTS = (
-    *("importance_ratio", "importance_ratio_max", "mismatch_kl", "clamped_share", "advantage_abs"),
-    *("idle_sample_share", "num_masked_samples", "policy_version", "wait_s", "sync_s"),
+    "importance_ratio",
+    "importance_ratio_max",
+    "mismatch_kl",
+    "clamped_share",
+    "advantage_abs",
+    "idle_sample_share",
+    "num_masked_samples",
+    "policy_version",
+    "wait_s",
+    "sync_s",
 )
 
 
@@ -46,37 +54,35 @@ class DatasetSource(_Idle):
     resumed run goes on with the rows that come next.
 
     Args:
-        rows: the samples of each row; only rank 0 needs them. They may be set later.
-        batch_size: rows of a batch.
-        shuffle: take the rows in another order in each epoch, which follows from `seed`.
-        seed: see `data.example_index`.
+        args: the `SFTConfig`. With `shuffle`, each epoch has the rows in another order, which
+            follows from `seed`.
+
+    Attributes:
+        rows: the samples of each row; only rank 0 needs them.
     """
 
     num_pending = 0  # a batch is made when the trainer asks for it
 
-    def __init__(
-        self, rows: Sequence[Sequence[Tokens]], batch_size: int, shuffle: bool, seed: int
-    ) -> None:
-        self.rows, self._batch_size = rows, batch_size
-        self._shuffle, self._seed = shuffle, seed
-        self._step = 0
+    def __init__(self, args: SFTConfig) -> None:
+        self.rows: Sequence[Sequence[Tokens]] = []
+        self._args, self._step = args, 0
 
     def submit(self, step: int, model: str, policy_version: int) -> None:
         self._step = step
 
     def get(self) -> Batch:
-        num_rows = len(self.rows)
-        epoch, number = divmod(self._step, math.ceil(num_rows / self._batch_size))
-        start = number * self._batch_size
+        num_rows, args = len(self.rows), self._args
+        epoch, number = divmod(self._step, math.ceil(num_rows / args.batch_size))
+        start = number * args.batch_size
         rows = [
-            self.rows[example_index(epoch * num_rows + place, num_rows, self._shuffle, self._seed)]
-            for place in range(start, min(start + self._batch_size, num_rows))
+            self.rows[example_index(epoch * num_rows + place, num_rows, args.shuffle, args.seed)]
+            for place in range(start, min(start + args.batch_size, num_rows))
         ]
         return Batch(self._step, self._step, make_samples(rows))
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        order = {"shuffle": self._shuffle, "seed": self._seed}
-        return {"num_rows": len(self.rows), "batch_size": self._batch_size, **order}
+        order = {name: getattr(self._args, name) for name in ("batch_size", "shuffle", "seed")}
+        return {"num_rows": len(self.rows), **order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raise ConfigError if the steps so far had other rows than these would say."""
@@ -125,7 +131,7 @@ class SFTTrainer(RLTrainer):
                 "eval_strategy: there is nothing to evaluate on; give an eval_dataset (eval under "
                 "[data]), or set it to 'no'"
             )
-        source = DatasetSource([], args.batch_size, args.shuffle, args.seed)
+        source = DatasetSource(args)
         super().__init__(
             model,
             None,
@@ -200,8 +206,10 @@ class SFTTrainer(RLTrainer):
         start = time.monotonic()
         with self.checkpoints.saving_on_error():
             loss = self.held_out_loss()
-        prefix = metric_key_prefix
-        metrics = {f"{prefix}_loss": loss, f"{prefix}_loss_s": time.monotonic() - start}
+        metrics = {
+            f"{metric_key_prefix}_loss": loss,
+            f"{metric_key_prefix}_loss_s": time.monotonic() - start,
+        }
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(
             self.args, self.state, self.control, metrics
