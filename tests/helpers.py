@@ -15,6 +15,7 @@ import threading
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
+import numpy as np
 import torch
 from transformers import (
     LlamaConfig,

@@ -419,7 +419,7 @@ class SavingTrainer(Trainer):
     def _load_best_model(self) -> None:
         """Do as Trainer. If the run fails behind it, these weights are not the last step's."""
         self.checkpoints.can_repeat_step = False
-        raise_if_damaged(Path(self.state.best_model_checkpoint), reads_all=True)
+        raise_if_damaged(Path(str(self.state.best_model_checkpoint)), reads_all=True)
         super()._load_best_model()
 
     def init_hf_repo(self, token: str | None = None) -> None:
