@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from verifiers_rl.advantages import ADVANTAGES
+from verifiers_rl.advantages import ADVANTAGES, check_size
+from verifiers_rl.types import LARGEST_REWARD
 
 
 def advantages(name, rewards):
@@ -29,3 +30,11 @@ def test_advantages_equal_those_worked_out_by_hand(name, rewards, expected):
 def test_maxrl_refuses_negative_rewards():
     with pytest.raises(ValueError, match=r"needs rewards >= 0, got -0.5.*advantage='mean'"):
         advantages("maxrl", [1.0, -0.5])
+
+
+def test_rewards_that_pass_give_advantages_that_pass():
+    largest = LARGEST_REWARD
+    first, _ = advantages("leave_one_out", [largest, -largest])
+    check_size(first)
+    with pytest.raises(ValueError, match=r"an advantage is 2e\+16; its size must be 1e\+16"):
+        check_size(20 * largest)

@@ -252,6 +252,19 @@ def test_rows_are_cut_counted_and_left_out():
     assert said in lines[0] and "; 1 with a turn that no special token ends" in lines[1]
 
 
+def test_all_tokens_with_which_whole_turns_end_are_found():
+    turn, text = "<|begin_of_text|>", "<|eot_id|>"
+    tokenizer = make_tokenizer(LLAMA.replace(text, turn))
+    tokenization = Tokenization(tokenizer)
+    rows = [{"text": f"ab{text}\n"}, {"text": "ab"}, {"messages": chat("a", "b")}]
+    rows = [*map(tokenization.of_row, rows)]
+    assert rows[0][0][0].tolist() == rows[1][0][0].tolist()  # one end
+    ends = tokenizer.convert_tokens_to_ids([turn, text])
+    assert tokenization.end_tokens(rows) == sorted(ends)
+    cut = Tokenization(tokenizer, max_seq_len=len(rows[2][0][0]))
+    assert cut.end_tokens(rows[2:]) == []
+
+
 @pytest.mark.parametrize(
     "rows, problem",
     [
@@ -286,12 +299,19 @@ def test_a_template_that_cannot_be_used_is_an_error(template, problem):
         of_rows([{"messages": chat("a", "b")}], template)
 
 
-def test_files_and_splits_are_read_as_they_are_or_named(tmp_path):
+def test_files_and_splits_are_read_as_they_are_or_named(tmp_path, monkeypatch):
     rows = [{"messages": chat("a", "b")}, {"messages": chat("c", "d"), "tools": [{"x": 1}]}]
     names = [str(tmp_path / name) for name in ("a.jsonl", "b.parquet")]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[:1]), names[1])
     assert read_dataset(names) == [*rows, rows[0]]
+    (tmp_path / "c.jsonl").write_text('\ufeff{"text": "a"}')  # as some editors begin a file
+    assert read_dataset([str(tmp_path / "c.jsonl")]) == [{"text": "a"}]
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.json").write_text("{")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DatasetError, match=r"data 'folder'.*DatasetGenerationError.*correct it"):
+        read_dataset(["folder"], "train")
     assert read_dataset(names[:1], "train[-1:]+train[:50%]") == rows[::-1]
     for split in ("test", "train[80%]", "train[:150%]"):
         with pytest.raises(DatasetError, match="A file has the split 'train' alone"):

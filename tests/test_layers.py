@@ -120,6 +120,16 @@ def test_evaluations_that_a_later_layer_switches_off_take_their_options_along(co
     assert compose(BASE + EVALUATES, words=words).trainer.args["eval_steps"] == 5
 
 
+def test_of_steps_and_epochs_and_of_saving_and_the_best_the_later_layer_counts(compose):
+    text = BASE.replace("max_steps = ", "num_train_epochs = ")
+    args = compose(text, words="--trainer.args.max_steps 7").trainer.args
+    assert args["max_steps"] == 7 and "num_train_epochs" not in args
+    args = compose(BASE, words="--trainer.args.num_train_epochs 2").trainer.args
+    assert args["num_train_epochs"] == 2 and "max_steps" not in args
+    args = compose(BASE + EVALUATES, words="--trainer.args.save_strategy no").trainer.args
+    assert "load_best_model_at_end" not in args and "eval_steps" in args
+
+
 def test_a_later_layer_leaves_servers_out_again(compose, monkeypatch):
     """Servers that run already, or the table of those that would be started."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")

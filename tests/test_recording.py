@@ -263,11 +263,13 @@ def test_a_resumed_run_says_and_records_what_was_changed(make, tmp_path, monkeyp
     assert digest == hashlib.sha256(commit.encode()).hexdigest()
     (tmp_path / "notes.txt").write_text("two\napi_key = '0123-the-key'\n")
     options["learning_rate"] = 0.5  # which stays what it was, as another line says
-    make(max_steps=2, temperature=0.5, **options).train(resume_from_checkpoint=True)
-    for said in ("max_steps=2; it was 1", "temperature=0.5; it was None"):
+    trainer = make(max_steps=2, temperature=0.5, **options)
+    trainer.model.config.name_or_path = "another"
+    trainer.train(resume_from_checkpoint=True)
+    for said in ("max_steps=2; it was 1", "temperature=0.5; it was None", "model=another; it was "):
         assert f"from step 1 on, {said}" in caplog.messages
     changes = {change.pop("name"): change for change in read_run(tmp_path / "run")["changes"]}
-    assert changes.keys() == {"max_steps", "temperature", "git"}
+    assert changes.keys() == {"max_steps", "temperature", "git", "model"}
     assert changes["max_steps"] == {"step": 1, "before": 1, "now": 2}
     assert changes["git"]["before"][1] == commit
     assert "\n-one\n+two\n+api_key = '***'\n" in changes["git"]["now"][1]

@@ -1,7 +1,10 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from contextlib import nullcontext
+from subprocess import PIPE
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +13,7 @@ from verifiers_rl.report.run_folder import (
     RunFolderError,
     clear_run_folder,
     closing_lines,
+    keep_others_out,
     newest_checkpoint,
     prepare_run_folder,
     read_run,
@@ -68,6 +72,19 @@ def test_a_folder_with_a_run_is_refused_unless_it_is_resumed_or_overwritten(writ
             assert prepare(folder, resume) is None
     assert prepare(folder, overwrite=True) is None
     assert sorted(tmp_path.rglob("*")) == before  # nothing was made
+
+
+def test_one_process_at_a_time_trains_in_a_folder(tmp_path):
+    program = "import sys; from pathlib import Path; from verifiers_rl.report import run_folder; "
+    program += "run_folder.keep_others_out(Path(sys.argv[1])); print(1, flush=True); input()"
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE) as other:
+        assert other.stdout.readline() == b"1\n"
+        with pytest.raises(RunFolderError, match="another process trains in it"):
+            keep_others_out(tmp_path)
+        other.kill()
+    for _ in range(2):  # a second run of one script
+        keep_others_out(tmp_path)
 
 
 def test_the_newest_checkpoint_is_resumed_and_one_that_is_not_whole_is_named(tmp_path):

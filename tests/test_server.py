@@ -805,9 +805,12 @@ def test_flags_that_training_cannot_have_are_refused(flags, message):
     assert found is None if message is None else found.startswith(message)
 
 
-def test_without_a_gpu_no_server_is_started_that_is_to_return_experts():
-    found = fit_to_cpu(SimpleNamespace(enable_return_routed_experts=True))
+def test_without_a_gpu_no_server_is_started_that_is_to_return_experts_or_to_draft():
+    flags = SimpleNamespace(enable_return_routed_experts=True, speculative_config=None)
+    found = fit_to_cpu(flags)
     assert found.startswith("--enable-return-routed-experts: ") and "router_replay" in found
+    flags.speculative_config = {"method": "ngram"}
+    assert fit_to_cpu(flags).startswith("--speculative-config: ")
 
 
 @pytest.mark.slow  # it imports vLLM

@@ -47,8 +47,8 @@ def as_numbers(advantages: Any, num_rollouts: int) -> list[np.ndarray]:
 def check_size(advantage: float | np.ndarray) -> None:
     """Raise ValueError if an advantage, or that of a token, is NaN or too large for float32."""
     size = np.abs(advantage).max(initial=0.0)
-    if not size <= LARGEST_REWARD:  # NaN is not, either
-        raise ValueError(f"an advantage is {size:g}; its size must be {LARGEST_REWARD:g} at most")
+    if not size <= (largest := 10 * LARGEST_REWARD):  # NaN is not, either
+        raise ValueError(f"an advantage is {size:g}; its size must be {largest:g} at most")
 
 
 def of_rewards(function: Callable[[Tensor], Tensor]) -> AdvantageFn:

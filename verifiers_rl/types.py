@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 # Seconds that an environment may take to start. A longer generation_timeout takes its place.
 LOAD_S = 300.0
 Split = Literal["train", "eval"]
-# Of rewards and advantages. The loss and its gradient have float32, in which the squares of larger
-# ones, summed up over a batch, are no numbers.
+# Of rewards; advantages may be ten times as large. The loss and its gradient have float32, in which
+# the squares of larger ones, summed up over a batch, are no numbers.
 LARGEST_REWARD = 1e15
 MAX_MASK = 1024  # tokens that a sampling mask has at one position
 # The extras of a token that this library itself fills and reads.

@@ -585,7 +585,7 @@ def load_run_config(
         settings = [one for path in paths for one in flat.settings_of(read_file(path), str(path))]
         for override in overrides_of(words[2 * len(paths) :]):
             settings += flat.settings_of_word(*override)
-        layers = Layers(paths, words, without_evaluations(settings))
+        layers = Layers(paths, words, without_replaced(settings))
         return read_layers(layers, kind, checks_model)
     except RecursionError as error:
         where = ", ".join(map(str, paths))
@@ -602,23 +602,34 @@ def read_layers(
     return config
 
 
-# What is refused where there are no evaluations.
-_OF_EVALUATIONS = {
-    *("trainer.args.eval_steps", "trainer.args.eval_on_start", "data.eval", "data.eval_split"),
-    *("trainer.args.load_best_model_at_end", "trainer.args.metric_for_best_model"),
-}
+# An option, a value of it (None: any), and what is refused or without effect beside it.
+_REPLACES: Sequence[tuple[str, str | None, set[str]]] = (
+    (
+        "eval_strategy",
+        "no",
+        {
+            *("trainer.args.eval_steps", "trainer.args.eval_on_start", "data.eval"),
+            *("trainer.args.load_best_model_at_end", "trainer.args.metric_for_best_model"),
+            "data.eval_split",
+        },
+    ),
+    ("save_strategy", "no", {"trainer.args.load_best_model_at_end"}),
+    ("max_steps", None, {"trainer.args.num_train_epochs"}),
+    ("num_train_epochs", None, {"trainer.args.max_steps"}),
+)
 
 
-def without_evaluations(settings: list[Setting]) -> list[Setting]:
-    """Return the settings without what earlier layers say of evaluations, if a later layer has
-    switched them off by eval_strategy = "no". Within a layer both are an error.
+def without_replaced(settings: list[Setting]) -> list[Setting]:
+    """Return the settings without what a later layer has made useless: where it sets an option of
+    `_REPLACES`, earlier layers lose the others. Within a layer both are an error.
     """
-    switches = [one for one in settings if one.key == (*flat.ARGS, "eval_strategy")]
-    if not switches or switches[-1].value != "no":
-        return settings
-    first = [one.source for one in settings].index(switches[-1].source)  # of its layer
-    earlier = [one for one in settings[:first] if ".".join(one.key) not in _OF_EVALUATIONS]
-    return earlier + settings[first:]
+    for name, value, gone in _REPLACES:
+        found = [one for one in settings if one.key == (*flat.ARGS, name)]
+        if found and value in (None, found[-1].value):
+            first = [one.source for one in settings].index(found[-1].source)  # of its layer
+            earlier = [one for one in settings[:first] if ".".join(one.key) not in gone]
+            settings = earlier + settings[first:]
+    return settings
 
 
 def read_table(layers: Layers, at: Key, make: Callable[[Data], _Made]) -> _Made:

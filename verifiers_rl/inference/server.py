@@ -154,6 +154,11 @@ def fit_to_cpu(args: Any) -> str | None:
     """Set the variables of a machine without a GPU. Return what is wrong with a flag, or None."""
     if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
         return "VLLM_BATCH_INVARIANT: vLLM has no such mode on a CPU; unset it"
+    if args.speculative_config:
+        return (
+            "--speculative-config: vLLM's CPU build samples drafted tokens from another "
+            "distribution than the model's; leave it out, or use a GPU"
+        )
     if args.enable_return_routed_experts:
         return (
             "--enable-return-routed-experts: vLLM's CPU build returns no experts; leave it out "

@@ -322,9 +322,10 @@ def record_changes(folder: Path, before: Mapping[str, Any], step: int) -> None:
         before: run.json as it was.
     """
     now, changes = read_run(folder), before["changes"]
-    for kind in ("args", "versions", "code"):
-        for name in {**before[kind], **now[kind]}:
-            was, value = before[kind].get(name), now[kind].get(name)
+    kinds = [(before[kind], now[kind]) for kind in ("args", "versions", "code")]
+    for earlier, later in [*kinds, ({"model": before["model"]}, {"model": now["model"]})]:
+        for name in {**earlier, **later}:
+            was, value = earlier.get(name), later.get(name)
             if was != value and name not in OF_OPTIMIZER:
                 logger.warning("from step %d on, %s=%.60s; it was %.60s", step, name, value, was)
                 changes.append({"step": step, "name": name, "before": was, "now": value})

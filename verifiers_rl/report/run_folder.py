@@ -5,6 +5,7 @@ folder before it starts anything.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -16,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from verifiers_rl.data import printable
 from verifiers_rl.json_text import as_json
 
 RUN = "run.json"
@@ -179,6 +181,7 @@ def enter_run_folder(args: Any, resume: bool | str | None) -> str | None:
     try:
         if args.process_index == 0:
             checkpoint = prepare_run_folder(args, resume)
+            keep_others_out(Path(args.output_dir))
             if args.overwrite_output_dir:
                 clear_run_folder(Path(args.output_dir))
             if checkpoint is not None:
@@ -196,6 +199,28 @@ def enter_run_folder(args: Any, resume: bool | str | None) -> str | None:
     finally:  # rank 0 may rename checkpoints, so it alone looks
         found = broadcast_outcome(found)
     return found["checkpoint"]
+
+
+_held: list[int] = []  # the folder in which this process runs
+
+
+def keep_others_out(folder: Path) -> None:
+    """Hold a run's folder until this process enters another one, or ends.
+
+    Raises:
+        RunFolderError: another process holds it.
+    """
+    while _held:
+        os.close(_held.pop())
+    folder.mkdir(parents=True, exist_ok=True)
+    _held.append(os.open(folder, os.O_RDONLY))
+    try:
+        fcntl.flock(_held[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise RunFolderError(
+            f"output_dir={str(folder)!r}: another process trains in it (run.json has its pid); "
+            "wait for its end, or choose another output_dir or run_name"
+        ) from error
 
 
 def _set_later_aside(folder: Path, step: int) -> None:
@@ -295,7 +320,7 @@ def summary(folder: Path) -> str:
         found = [row for row in rows if isinstance(row.get(name), int | float)]
         ends = [f"{short(row[name])} (step {row['step']})" for row in (*found[:1], *found[1:][-1:])]
         lines += [f"{name}: {' -> '.join(ends)}"] if ends else []
-    return "\n".join(lines)
+    return printable("\n".join(lines))
 
 
 # --- Whether a checkpoint is as it was written ----------------------------------------------------

@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateError
 
+from verifiers_rl.data import describe_error
 from verifiers_rl.envs.rendering import as_vllm_renders
 from verifiers_rl.option_rules import ConfigError
 from verifiers_rl.process.waiting import WaitingLine
@@ -81,11 +82,11 @@ def read_dataset(
                 parts.append(_read_file(name, split or "train"))
             else:
                 parts.append(datasets.load_dataset(name, subset, split=split or "test"))
-        except (OSError, ValueError) as error:  # pyarrow's and datasets' errors are such, too
+        except Exception as error:  # whatever datasets, pyarrow or the hub raise
             raise DatasetError(
-                f"data {name!r}, split {split!r}: {getattr(error, 'strerror', None) or error}; "
-                "correct it: a .jsonl or .parquet file, or a name on the hub. A file has the split "
-                "'train' alone, or a part of it, such as 'train[:90%]'"
+                f"data {name!r}, split {split!r}: {describe_error(error)}; correct it: a .jsonl or "
+                ".parquet file, or a name on the hub. A file has the split 'train' alone, or a "
+                "part of it, such as 'train[:90%]'"
             ) from error
     return parts[0] if len(parts) == 1 else [row for part in parts for row in part]
 
@@ -99,7 +100,7 @@ def _read_file(name: str, split: str) -> list[Any]:
 
         rows = pyarrow.parquet.read_table(path).to_pylist()
     elif path.suffix == ".jsonl":
-        lines = enumerate(path.read_text("utf-8").split("\n"), 1)
+        lines = enumerate(path.read_text("utf-8-sig").split("\n"), 1)
         rows = [_from_json(line, f"line {number}") for number, line in lines if line.strip()]
     else:
         raise ValueError("it is neither .jsonl nor .parquet")
@@ -111,7 +112,7 @@ def _from_json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DatasetError(f"{where}: no JSON: {error}; correct it") from error
+        raise DatasetError(f"{where}: no JSON: {error}") from error
 
 
 # --- From rows to tokens --------------------------------------------------------------------------
@@ -139,9 +140,9 @@ class Tokenization:
         added = tokenizer.added_tokens_decoder.items()
         self._special = {*tokenizer.all_special_ids} | {n for n, token in added if token.special}
         self._num_embeddings = num_embeddings
-        whole = tokenizer("a")["input_ids"]
+        whole, letter = tokenizer("a")["input_ids"], self._encode("a")
         # What it puts before a text, such as its BOS.
-        self._begin = whole[: whole.index(self._encode("a")[0])]
+        self._begin = whole[: whole.index(letter[0])] if letter else []
 
     def of_rows(
         self, rows: Any, name: str, report: Callable[[str], None] = lambda line: None
@@ -178,8 +179,7 @@ class Tokenization:
                 problem = str(error) if isinstance(error, DatasetError) else problem
                 raise DatasetError(f"data {name}, row {number}: {problem}") from error
             num["conversations of several samples"] += len(samples) > 1
-            ends = {i for ids, mask in samples for i in ids[np.diff(mask, append=False) & mask]}
-            is_open = not ends <= self._special
+            is_open = not _ends_of(samples) <= self._special
             num["with a turn that no special token ends, so a server would go on"] += is_open
             num["cut at max_seq_len"] += any(len(ids) > longest for ids, _ in samples)
             cut = [(ids[:longest], mask[:longest]) for ids, mask in samples]
@@ -197,15 +197,12 @@ class Tokenization:
         report("; ".join([said, *(f"{number} {what}" for what, number in num.items() if number)]))
         return found
 
-    def last_token(self, rows: Iterable[Sequence[Tokens]]) -> int | None:
-        """Return the special token with which the loss of a row ends, the first one that is not
-        cut; None if it ends with no such token.
+    def end_tokens(self, rows: Iterable[Sequence[Tokens]]) -> list[int]:
+        """Return the special tokens with which turns in the loss end, of samples that are not
+        cut.
         """
-        for *_, (ids, mask) in rows:
-            if len(ids) < self._max_seq_len:
-                last = int(ids[mask][-1])
-                return last if last in self._special else None
-        return None
+        whole = (sample for row in rows for sample in row if len(sample[0]) < self._max_seq_len)
+        return sorted(_ends_of(whole) & self._special)
 
     def of_row(self, row: Any) -> list[Tokens]:
         """Return the samples of a row, whole.
@@ -232,8 +229,10 @@ class Tokenization:
         if not isinstance(prompt, str):
             return self._of_conversation(row, prompt, completion)
         end = self._tokenizer.eos_token or ""
+        text = completion.rstrip()  # a template may have put a line break behind its end
+        text = text if end and text.endswith(end) else completion + end
         before = self._encode(prompt)
-        ids = self._longer(before, prompt, prompt + completion.removesuffix(end) + end)
+        ids = self._longer(before, prompt, prompt + text)
         begin = self._begin if ids[: len(self._begin)] != self._begin else []
         start = len(begin) + len(before)
         return [self._sample([*begin, *ids], [(start, len(begin) + len(ids))])]
@@ -342,6 +341,12 @@ class Tokenization:
         """Return the tokens of a text, without those that the tokenizer puts around texts."""
         text.encode()  # half a surrogate pair, as JSON can have: this error names it
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _ends_of(samples: Iterable[Tokens]) -> set[int]:
+    """Return the tokens with which a stretch of loss tokens ends."""
+    ends = (ids[np.diff(mask, append=False) & mask] for ids, mask in samples)
+    return {token for part in ends for token in part.tolist()}
 
 
 def _messages(messages: Any, column: str) -> list[dict[str, Any]]:

@@ -143,7 +143,7 @@ class SFTTrainer(RLTrainer):
         )
         self._window.left_out = _OF_ROLLOUTS
         self._held_out: list[Sample] | None = None if eval_dataset is None else []
-        last_token: int | None = None
+        ends: list[int] = []
         if args.process_index == 0:
             tokens = Tokenization(
                 self.processing_class,
@@ -152,32 +152,33 @@ class SFTTrainer(RLTrainer):
                 self._base_of(self.model).config.get_text_config().vocab_size,
             )
             source.rows = tokens.of_rows(train_dataset, "for training", print)
-            last_token = tokens.last_token(source.rows)
+            ends = tokens.end_tokens(source.rows)
             if eval_dataset is not None:
                 held_out = tokens.of_rows(eval_dataset, "for evaluations", print)
                 self._held_out = make_samples(held_out)
-        found = broadcast_outcome({"num_rows": len(source.rows), "last_token": last_token})
+        found = broadcast_outcome({"num_rows": len(source.rows), "ends": ends})
         self._steps_per_epoch = math.ceil(found["num_rows"] / args.batch_size)
         if args.max_steps == -1:
             self.args.max_steps = math.ceil(args.num_train_epochs * self._steps_per_epoch)
-        self._let_servers_stop_at(found["last_token"])
+        self._let_servers_stop_at(found["ends"])
 
-    def _let_servers_stop_at(self, token: int | None) -> None:
-        """Add the token that ends replies to those in the model's generation_config, which is saved
+    def _let_servers_stop_at(self, ends: list[int]) -> None:
+        """Add the tokens that end replies to those in the model's generation_config, which is saved
         with it. A server goes on behind any other token, up to its length limit.
         """
         config = getattr(self._base_of(self.model), "generation_config", None)
-        if token is None or config is None:
+        if config is None:
             return
         known = config.eos_token_id
         known = [known] if isinstance(known, int) else list(known or [])
-        if token in known:
+        new = [token for token in ends if token not in known]
+        if not new:
             return
-        config.eos_token_id = [*known, token]
+        config.eos_token_id = [*known, *new]
         if self.is_world_process_zero():
-            text = cast(Any, self.processing_class).decode([token])
+            texts = ", ".join(repr(cast(Any, self.processing_class).decode(one)) for one in new)
             print(
-                f"replies end with {text!r}, and the model's server does not stop there: "
+                f"replies end with {texts}, and the model's server does not stop there: "
                 "generation_config.json of the saved model names it now; that of an adapter needs "
                 "save_final = 'merged'"
             )
