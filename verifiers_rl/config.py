@@ -459,7 +459,7 @@ class RLConfig(TrainingArguments):
     """Host of the vf-vllm server."""
     vllm_server_port: Annotated[int, Field(gt=0, lt=2**16)] = 8000
     """Port of the vf-vllm server."""
-    vllm_servers: Annotated[list[str] | None, _are_servers] = None
+    vllm_servers: Annotated[Texts | None, _are_servers] = None
     """Several vf-vllm servers of the same model, each as host:port, in place of vllm_server_host
     and vllm_server_port. Each gets all weights and a part of the rollouts."""
     vllm_server_timeout: PositiveNumber = 300.0
