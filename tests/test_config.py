@@ -82,6 +82,7 @@ def test_stop_strings_and_template_variables_reach_every_request_that_should_hav
         assert sampling["extra_body"]["chat_template_kwargs"] == thinks
     own = args.with_sampling({"stop": "##", "include_stop_str_in_output": True}).sampling_args()
     assert own["stop"] == ["##"] and own["extra_body"]["include_stop_str_in_output"] is True
+    assert make(vllm_servers="host:1").servers() == [("host", 1)]  # one needs no list either
     with pytest.raises(ConfigError, match=r"max_token=9: cannot .* did you mean 'max_tokens'\?"):
         args.with_sampling({"max_token": 9})
 

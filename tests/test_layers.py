@@ -136,8 +136,6 @@ def test_a_later_layer_leaves_servers_out_again(compose, monkeypatch):
     runs = BASE + 'vllm_servers = ["localhost:8000"]\n'
     with pytest.raises(TomlError, match=r"they run already, so \[inference\] and inf"):
         compose(runs)
-    config = compose(BASE, words="--trainer.args.vllm_servers localhost:1")
-    assert config.make_args(use_cpu=True).servers() == [("localhost", 1)]
     config = compose(runs, words="--trainer.args.vllm_servers none")
     assert config.inference.gpus == 1 and "vllm_servers" not in config.trainer.args
     assert compose(runs, words="--inference={}").inference.gpus == 0
