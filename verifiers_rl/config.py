@@ -8,6 +8,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Collection, Container
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar, cast
@@ -214,10 +215,11 @@ _is_host = must(
 
 def address_of(server: str) -> tuple[str, int]:
     """Return host and port of "host:port" or "[IPv6]:port". Raises ValueError for other texts."""
-    parts = urlsplit(f"//{server}")
-    if not (parts.hostname and parts.port and parts.netloc == server and "@" not in server):
-        raise ValueError(f"{server!r} must be host:port; an IPv6 address is in brackets")
-    return parts.hostname, parts.port
+    with suppress(ValueError):  # urllib's, which name no fix
+        parts = urlsplit(f"//{server}")
+        if parts.hostname and parts.port and parts.netloc == server and "@" not in server:
+            return parts.hostname, parts.port
+    raise ValueError(f"{server!r} must be host:port; an IPv6 address is in brackets")
 
 
 _are_servers = must(

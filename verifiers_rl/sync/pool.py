@@ -65,6 +65,11 @@ class Replica:
         self.error: InferenceServerError | None = None
 
 
+def least_loaded(replicas: Sequence[Replica]) -> Replica:
+    """Return the one with the fewest running rollouts, one in doubt only where all are."""
+    return min(replicas, key=lambda one: (one.is_in_doubt, one.num_running))
+
+
 class ServerPool:
     """The `WeightSink` of a trainer. Rollouts ask it which server they use.
     All methods except `push` and `wait_for_server` may be called from any thread.
@@ -286,7 +291,7 @@ class ServerPool:
                 raise ServerLostError(
                     f"no server has version {policy_version} of the policy: {self._error_of_all()}"
                 )
-            replica = min(able, key=lambda one: (one.is_in_doubt, one.num_running))
+            replica = least_loaded(able)
             replica.num_running += 1
             return replica.url
 
