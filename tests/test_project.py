@@ -273,11 +273,11 @@ def test_text_files_are_utf8_whatever_the_locale():
 
 # Each number may only be lowered. Who needs a larger one finds something to take away first.
 LARGEST = {
-    "library without view, code tokens": 130_812,
-    "reached from trainer.py, code tokens": 74_329,
+    "library without view, code tokens": 126_895,
+    "reached from trainer.py, code tokens": 72_218,
     "modules reached from trainer.py": 58,
     "options of RLConfig itself": 68,
-    "places that change a library from inside": 4,
+    "places that change a library from inside": 3,
 }
 FREE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
