@@ -602,18 +602,17 @@ def read_layers(
     return config
 
 
+_OF_THE_BEST = {"trainer.args.load_best_model_at_end", "trainer.args.metric_for_best_model"}
+_OF_EVALUATIONS = _OF_THE_BEST | {
+    "trainer.args.eval_steps",
+    "trainer.args.eval_on_start",
+    "data.eval",
+    "data.eval_split",
+}
 # An option, a value of it (None: any), and what is refused or without effect beside it.
 _REPLACES: Sequence[tuple[str, str | None, set[str]]] = (
-    (
-        "eval_strategy",
-        "no",
-        {
-            *("trainer.args.eval_steps", "trainer.args.eval_on_start", "data.eval"),
-            *("trainer.args.load_best_model_at_end", "trainer.args.metric_for_best_model"),
-            "data.eval_split",
-        },
-    ),
-    ("save_strategy", "no", {"trainer.args.load_best_model_at_end"}),
+    ("eval_strategy", "no", _OF_EVALUATIONS),
+    ("save_strategy", "no", _OF_THE_BEST),
     ("max_steps", None, {"trainer.args.num_train_epochs"}),
     ("num_train_epochs", None, {"trainer.args.max_steps"}),
 )
