@@ -63,6 +63,7 @@ max_reward = 0.9
 [kl_penalty]
 enabled = true
 beta = 0.02
+target_kl = 0.1
 
 [wandb]
 project = "words"
@@ -127,6 +128,7 @@ lora_rank = 8
 lora_dropout = 0.1
 lora_target_modules = ["q_proj"]
 kl_beta = 0.02
+kl_target = 0.1
 report_to = ["wandb"]
 project = "words"
 eval_strategy = "steps"
@@ -178,7 +180,7 @@ def test_what_a_table_leaves_out(compose, text, ours):
     # A later file switches off what an earlier one has set.
     off = "[difficulty_filter]\nenabled = false\n[kl_penalty]\nenabled = false\n"
     args = compose(FLAT, off, words="--oversampling_factor 3.0").make_args(use_cpu=True)
-    assert args.make_filter().lets_all_pass and args.kl_beta == 0.0
+    assert args.make_filter().lets_all_pass and (args.kl_beta, args.kl_target) == (0.0, None)
 
 
 def test_environments_of_evaluations_have_limits_of_their_own(compose):

@@ -66,7 +66,7 @@ def test_each_wrong_loss_is_named(loss_fn, problem):
     [
         *({"loss": loss, "gradient_masks": {}} for loss in LOSSES),
         *({"gradient_masks": {mask: {}}, "entropy_beta": 0.01} for mask in MASKS),
-        {"kl_beta": 0.1},
+        {"kl_beta": 0.1, "kl_target": 0.1},
     ],
 )
 def test_no_loss_of_this_library_is_wrong(options):

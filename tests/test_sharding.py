@@ -142,6 +142,7 @@ def run(case):
         loss_normalization=next((f for f in flags if f in ("token", "constant")), "sequence"),
         loss="gspo" if "gspo" in flags else "cispo",
         kl_beta=0.1 if use_lora or "kl" in flags else 0.0,
+        kl_target=1e-4 if use_lora else None,
         entropy_beta=0.1 if "entropy" in flags else 0.0,
         gradient_checkpointing="checkpointing" in flags,
         # The ranks share what samples begin with, one process does not.

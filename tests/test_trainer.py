@@ -598,6 +598,26 @@ def test_the_rate_rises_over_the_steps_of_the_warmup_and_stays(make_trainer):
     assert rates[0] < rates[1] < rates[2] == rates[3] == rates[4] == 1e-3
 
 
+def test_a_kl_target_moves_the_weight_of_the_penalty_and_a_resumed_run_goes_on_with_it(
+    make_trainer,
+):
+    kl = {"use_lora": True, "lora_rank": 2, "kl_beta": 0.5, "kl_target": 1e-3, "max_steps": 6}
+    kl |= {"save_strategy": "steps", "save_steps": 3}
+    straight = make_trainer(**kl)
+    straight.train()
+    distances, betas = logged(straight, "reference_kl"), logged(straight, "kl_beta")
+    assert distances[0] == 0 < distances[-1]
+    expected = 0.5
+    for distance, beta in zip(distances, betas, strict=True):
+        assert beta == pytest.approx(expected, rel=1e-6)
+        expected *= 1 + 0.1 * min(max(distance / 1e-3 - 1, -0.2), 0.2)
+    assert betas[1] == pytest.approx(0.49)  # at the start the KL is 0
+    resumed = make_trainer(**{**kl, "kl_beta": 9.0})  # the checkpoint's counts
+    resumed.train(resume_from_checkpoint=f"{straight.args.output_dir}/checkpoint-3")
+    assert logged(resumed, "kl_beta")[-3:] == betas[3:]
+    assert logged(resumed, "loss")[-3:] == pytest.approx(logged(straight, "loss")[3:])
+
+
 # --- Evaluations ----------------------------------------------------------------------------------
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}

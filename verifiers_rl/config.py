@@ -25,6 +25,7 @@ from verifiers_rl.losses import (
     DEFAULT_MASKS,
     LOSSES,
     MASKS,
+    AdaptiveKL,
     LossFn,
     MaskFn,
     add_terms,
@@ -452,6 +453,9 @@ class RLConfig(TrainingArguments):
     kl_beta: NotNegativeNumber = 0.0
     """Weight of a penalty on KL(policy || reference). The reference is the model without its
     adapter. Without LoRA it is a copy of the model at the start."""
+    kl_target: PositiveNumber | None = None
+    """Hold the mean of this KL per token near this value, in nats: after each step, kl_beta rises
+    by up to 2 % if the KL was above it, and falls if it was below."""
     entropy_beta: NotNegativeNumber = 0.0
     """Weight of a bonus on the entropy of the policy, in nats per token. The bonus keeps the policy
     from becoming certain too early."""
@@ -613,6 +617,11 @@ class RLConfig(TrainingArguments):
                 f"batch_size={num_groups * self.rollouts_per_example}",
             ),
             (
+                "kl_target",
+                self.kl_target is None or self.kl_beta > 0,
+                "without effect if kl_beta=0; set kl_beta, the weight at the start, such as 0.01",
+            ),
+            (
                 "deterministic",
                 not self.deterministic or self.max_off_policy_steps <= 1,
                 f"with max_off_policy_steps={self.max_off_policy_steps} weights change during "
@@ -695,7 +704,9 @@ class RLConfig(TrainingArguments):
         """
         has_masks = loss_fn is None or self.gradient_masks is not None
         terms: list[LossFn] = []
-        if self.kl_beta:
+        if self.kl_target is not None:
+            terms.append(AdaptiveKL(self.kl_beta, self.kl_target))
+        elif self.kl_beta:
             terms.append(partial(reference_kl, beta=self.kl_beta))
         if self.entropy_beta:
             terms.append(partial(entropy_bonus, beta=self.entropy_beta))

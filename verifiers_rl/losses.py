@@ -111,7 +111,7 @@ def needs_of(loss_fn: Any) -> frozenset[Need]:
 
 
 def add_terms(loss_fn: LossFn, *terms: LossFn) -> LossFn:
-    """Return the loss plus these terms, with the metrics of all.
+    """Return the loss plus these terms, with the metrics of all. The result has them as `terms`.
 
     Raises (when called):
         TypeError, ValueError: one of them does not keep the contract of a loss.
@@ -132,6 +132,7 @@ def add_terms(loss_fn: LossFn, *terms: LossFn) -> LossFn:
         metrics = {name: values for part in parts for name, values in part.metrics.items()}
         return LossOutputs(functools.reduce(torch.add, [part.loss for part in parts]), metrics)
 
+    total.terms = terms  # type: ignore[attr-defined]
     every = [needs_of(function) for function in (loss_fn, *terms)]
     what = frozenset[Need]().union(*every)
     if not all("nonzero_advantages" in own for own in every):
@@ -541,6 +542,49 @@ def reference_kl(inputs: LossInputs, beta: float) -> LossOutputs:
     log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     kl = log_ratio.exp() - 1 - log_ratio
     return LossOutputs(beta * (inputs.weights * kl).sum(), {"reference_kl": kl.detach()})
+
+
+class AdaptiveKL:
+    """`reference_kl` with a weight that changes from step to step, so that the KL stays near a
+    target: beta <- beta * (1 + 0.1 * clip(KL / target - 1, -0.2, 0.2)) (Ziegler et al., 2019,
+    arXiv:1909.08593, section 2.2).
+
+    Args:
+        beta: the weight at the start (`kl_beta`), > 0.
+        target: the KL to hold (`kl_target`), nats per token, > 0.
+    """
+
+    needs: frozenset[Need] = frozenset({"reference_logprobs"})
+
+    def __init__(self, beta: float, target: float) -> None:
+        self.beta = beta
+        self.target = target
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        outputs = reference_kl(inputs, self.beta)
+        beta = torch.full_like(inputs.weights, self.beta)
+        return LossOutputs(outputs.loss, {**outputs.metrics, "kl_beta": beta})
+
+    def update(self, token_means: Mapping[str, float]) -> None:
+        """Change the weight for the next step, by the `reference_kl` of this one: its mean over
+        the loss tokens, nats. Without loss tokens the weight stays.
+        """
+        if "reference_kl" in token_means:
+            error = min(max(token_means["reference_kl"] / self.target - 1, -0.2), 0.2)
+            self.beta *= 1 + 0.1 * error
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """Return the weight for a checkpoint; see `checkpoints.Stateful`."""
+        return {"beta": self.beta}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.beta = state["beta"]
+
+
+def adaptive_kl_of(loss_fn: LossFn) -> AdaptiveKL | None:
+    """Return the `AdaptiveKL` among the terms of a loss, see `add_terms`; None if it has none."""
+    terms = getattr(loss_fn, "terms", ())
+    return next((term for term in terms if isinstance(term, AdaptiveKL)), None)
 
 
 @needs("entropy_gradient")

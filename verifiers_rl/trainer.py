@@ -61,7 +61,7 @@ from verifiers_rl.forward import evaluating, predict_targets, try_model
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.logprobs import Entropy
 from verifiers_rl.loss_check import checked
-from verifiers_rl.losses import LossFn, LossInputs, needs_of, weigh_samples
+from verifiers_rl.losses import LossFn, LossInputs, adaptive_kl_of, needs_of, weigh_samples
 from verifiers_rl.models import absolute_path, check_policy, load_policy, tokenizer_of
 from verifiers_rl.orchestrator import Orchestrator
 from verifiers_rl.packing import Microbatch, ModelSupport, collate, copy_to, plan_batch
@@ -166,6 +166,8 @@ class RLTrainer(SavingTrainer):
         self._interrupts, self._window = Interrupts(), StepWindow()
         self.evaluations = Evaluations(self)
         self.checkpoints, self._files = Checkpoints(self), RunFiles(self)
+        if (adaptive_kl := adaptive_kl_of(self.loss_fn)) is not None:
+            self.checkpoints.kept["adaptive_kl"] = adaptive_kl
         if not args.disable_tqdm:
             replace_progress_bar(self)
         for callback in (self.checkpoints, self._files, self._window):
@@ -250,6 +252,8 @@ class RLTrainer(SavingTrainer):
         # This waits for the device.
         token_means = means.reduce(self._counts.num_loss_tokens)
         train_s = time.monotonic() - start
+        if (adaptive_kl := adaptive_kl_of(self.loss_fn)) is not None:
+            adaptive_kl.update(token_means)  # the same on all ranks
         self._window.steps.append(
             {**batch.metrics, **self._metrics, "train_s": train_s, **token_means}
             | self._counts.metrics(batch)

@@ -56,6 +56,7 @@ MOVED = {
     "difficulty_filter.min_reward": "group_filter.min_reward",
     "difficulty_filter.max_reward": "group_filter.max_reward",
     "kl_penalty.beta": "kl_beta",
+    "kl_penalty.target_kl": "kl_target",
     "wandb.project": "project",
     "wandb.name": "run_name",
     "eval.interval": "eval_steps",
@@ -78,7 +79,7 @@ MEANINGS = {
 # What a table that is switched off sets, so that it also switches off that of an earlier file.
 _NEUTRAL: dict[str, Data] = {
     "difficulty_filter": {"min_reward_variance": 0.0, "min_reward": None, "max_reward": None},
-    "kl_penalty": {"beta": 0.0},
+    "kl_penalty": {"beta": 0.0, "target_kl": None},
 }
 # What a table that is there sets, and what it sets where no file does.
 _IMPLIED: dict[str, Data] = {
