@@ -100,10 +100,12 @@ def test_a_toml_names_the_python_relative_to_itself(tmp_path):
     toml = tmp_path / "rl.toml"
     toml.write_text(
         'model = "m"\n[env]\nid = "classic"\npython = "venv/bin/python"\nargs = { size = 3 }\n'
+        'client_type = "renderer"\n'
     )
     config = load_run_config(toml, checks_model=False)
     python = str(tmp_path / "venv/bin/python")
     (env,) = config.load_envs()
-    assert (env.env, env.name) == ({"id": "classic", "args": {"size": 3}}, "classic")
+    table = {"id": "classic", "args": {"size": 3}, "client_type": "renderer"}
+    assert (env.env, env.name) == (table, "classic")
     assert (env.python, env.folders) == (python, [tmp_path])
     assert f'python = "{python}"' in resolved_text(config, str(tmp_path / "out"))

@@ -16,7 +16,7 @@ from datasets import Dataset
 from tests.serving import chat_reply, serving
 from verifiers_rl.data import describe_error
 from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions, samples_from_turns
-from verifiers_rl.envs.classic import ClassicEnvironment
+from verifiers_rl.envs.classic import CLIENT_TYPES, ClassicEnvironment
 from verifiers_rl.envs.made_there import make_environment
 from verifiers_rl.inference.packed_tokens import pack_sampled, unpack_ids
 from verifiers_rl.process.loop_thread import contain_tasks
@@ -92,7 +92,14 @@ class Conversation(vf.MultiTurnEnv):
         return [vf.UserMessage(content="go on")]
 
 
-@pytest.fixture(scope="module")
+class ToolUse(vf.MultiTurnEnv):
+    """Two turns, with the answer of a tool between them."""
+
+    async def env_response(self, messages, state, **kwargs):
+        return [vf.ToolMessage(content="go on", tool_call_id="1")]
+
+
+@pytest.fixture
 def tokenizer():
     from transformers import AutoTokenizer
 
@@ -102,7 +109,12 @@ def tokenizer():
 class Server:
     """Answers each request with what `say()` returns and the token that ends a turn, of versions
     5 and 6.
+
+    Attributes:
+        thoughts: are sampled before it, and the server's parser takes them out.
     """
+
+    thoughts = ""
 
     def __init__(self, tokenizer, say):
         self.tokenizer, self.say, self.requests = tokenizer, say, []
@@ -110,7 +122,8 @@ class Server:
     async def answer(self, request):
         body, content = await request.json(), await self.say()
         self.requests.append((request.path, body))
-        token_ids = [*self.tokenizer.encode(content), self.tokenizer.eos_token_id]
+        thoughts = self.tokenizer.encode(self.thoughts)
+        token_ids = [*thoughts, *self.tokenizer.encode(content), self.tokenizer.eos_token_id]
         finish = "stop" if len(token_ids) <= body["max_tokens"] else "length"
         n = len(token_ids := token_ids[: body["max_tokens"]])
         reply = chat_reply(content, finish, logprobs={"content": []})
@@ -132,7 +145,9 @@ SAMPLING = {
 def play(tokenizer, monkeypatch):
     """Plays one group: its rollouts, and the requests that it made."""
 
-    def play(env, say="ok", num_rollouts=3, timeout_s=600.0, max_seq_len=200, **options):
+    def play(
+        env, say="ok", num_rollouts=3, timeout_s=600.0, max_seq_len=200, client_type=None, **options
+    ):
         async def reply():
             return await say() if callable(say) else say
 
@@ -142,7 +157,7 @@ def play(tokenizer, monkeypatch):
             contain_tasks(asyncio.get_running_loop())  # as a worker does
             async with serving(server.answer, "/{path:.*}") as url:
                 where = RunnerOptions(url, tokenizer, max_seq_len, **options)
-                played = ClassicEnvironment(env, where)
+                played = ClassicEnvironment(env, where, *filter(None, [client_type]))
                 await played.open()
                 try:
                     request = ("train", 1, num_rollouts, "m", 9, SAMPLING, Places(8), timeout_s)
@@ -155,10 +170,13 @@ def play(tokenizer, monkeypatch):
     return play
 
 
+@pytest.mark.parametrize("client_type", CLIENT_TYPES)
 @pytest.mark.parametrize("text", ["ok", ""])
-def test_tokens_are_exact_with_their_versions_and_sampling_options(play, tokenizer, text):
+def test_tokens_are_exact_with_their_versions_and_sampling_options(
+    play, tokenizer, text, client_type
+):
     env = make_env(lambda completion: float(len(completion)), kind=Conversation, max_turns=2)
-    rollouts, requests = play(env, text, num_rollouts=2)
+    rollouts, requests = play(env, text, num_rollouts=2, client_type=client_type)
     reply = [*tokenizer.encode(text), tokenizer.eos_token_id]
     assert len(requests) == 4
     for path, body in requests:
@@ -186,6 +204,45 @@ def test_tokens_are_exact_with_their_versions_and_sampling_options(play, tokeniz
     assert second[: len(first) + len(reply)] == first + reply
     whole = f"<|user|>q1<|end|><|assistant|>{text}<|end|><|user|>go on<|end|><|assistant|>"
     assert tokenizer.decode(second) == whole
+
+
+@pytest.mark.parametrize(
+    "client_type, name, keeps",
+    [
+        ("openai_chat_completions_token", "mine", True),
+        ("openai_chat_completions", "mine", False),
+        ("renderer", "mine", False),  # by the chat template
+        ("renderer", "Qwen/Qwen3-0.6B", True),  # which the package knows by its name
+    ],
+)
+def test_client_types_keep_the_tokens_so_far_or_render_them_anew(
+    play, tokenizer, monkeypatch, client_type, name, keeps
+):
+    of_qwen = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "</think>", "<tool_call>")
+    tokenizer.add_tokens([*of_qwen, "</tool_call>", "<tool_response>", "</tool_response>"])
+    tokenizer.name_or_path = name
+    if name.startswith("Qwen"):
+        tokenizer.eos_token = "<|im_end|>"
+    monkeypatch.setattr(Server, "thoughts", "hm, ")
+    env = make_env(kind=ToolUse, max_turns=2)
+    (rollout,), requests = play(env, num_rollouts=1, client_type=client_type)
+    assert rollout.error is None and len(rollout.samples) == (1 if keeps else 2)
+    second = tokenizer.decode(unpack_ids(requests[1][1]["tokens"]))
+    assert ("hm, ok" in second) is keeps and "go on" in second
+    assert ("<|im_start|>" in second) is name.startswith("Qwen")
+
+
+@pytest.mark.parametrize(
+    "client_type, template, said",
+    [
+        ("chat", {}, "client_type='chat': must be one of openai_chat_completions_token, openai_"),
+        ("renderer", {"a": 1}, "does not take chat_template_kwargs"),
+    ],
+)
+def test_a_client_type_that_cannot_be_is_refused(client_type, template, said):
+    options = RunnerOptions("http://unused", None, 64, chat_template_kwargs=template)
+    with pytest.raises(InvalidEnvironmentError, match=said):
+        ClassicEnvironment(make_env(), options, client_type)
 
 
 @pytest.mark.parametrize(

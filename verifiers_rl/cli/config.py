@@ -14,6 +14,7 @@ id = "null"
 [env]                            # or by its id alone
 id = "reverse_text"              # a taskset, or a classic environment in another Python
 python = "venv/bin/python"       # the Python of its rollout workers; relative to this file
+client_type = "renderer"         # of a classic one: how messages become tokens
 command = ["sh", "agent.sh", "{prompt}"]  # a program that plays its tasks; also beside
                                  # [env.taskset], but not beside `python`
 [env.args]                       # keys of the taskset, or arguments of its load_environment
@@ -173,6 +174,7 @@ class EnvTable(Table):
 
     Attributes:
         python: interpreter of its rollout workers; "": the one of the trainer.
+        client_type: how messages of a classic one become tokens, see envs/classic.py.
         command: of a program that plays it, see the leaf `envs.agents`.
         algorithm, teacher, distill_coef, hint: how it learns, which the leaf `distill` reads.
     """
@@ -186,6 +188,7 @@ class EnvTable(Table):
     only: Literal["train", "eval"] | None = None
     eval_examples: PositiveInt | None = None
     python: str = ""
+    client_type: str | None = None
     command: list[str] | None = None
     algorithm: Any = None
     teacher: Any = None
@@ -234,6 +237,8 @@ class EnvTable(Table):
         from verifiers_rl.envs.v1_loading import load_v1_environment
 
         table = {"id": self.id, "args": self.args} if self.v1 is None else self.v1
+        if self.client_type is not None:
+            table["client_type"] = self.client_type
         if self.command is not None:
             from verifiers_rl.envs.agents import load_agent_environment
 

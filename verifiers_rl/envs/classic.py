@@ -1,8 +1,13 @@
 """Classic environments: `verifiers.Environment`, which verifiers has up to 0.3. This module runs in
 the rollout workers of a Python that has that verifiers (`python = ...`), and nowhere else.
 
-`_Client` stands in for verifiers' client of chats. It makes tokens of messages with the tokenizer
-here: the tokens so far, unchanged, and those of new messages.
+`_Client` stands in for verifiers' clients. It sends tokens, which it makes of messages here, by the
+environment's `client_type`:
+
+    openai_chat_completions_token  the tokens so far, unchanged, and those of new messages
+    openai_chat_completions        all messages at each turn, rendered anew
+    renderer                       as the first, by the `renderers` package: its own code for the
+                                   families of models that it knows, the chat template for others
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from functools import partial
 from typing import Any
 
 from openai.types.chat import ChatCompletion
+from renderers import create_renderer
 from verifiers.legacy.clients.openai_chat_completions_client import (
     OpenAIChatCompletionsClient,
     handle_openai_overlong_prompt,
@@ -37,6 +43,8 @@ from verifiers_rl.types import Rollout, Split
 
 logger = logging.getLogger(__name__)
 
+CLIENT_TYPES = ("openai_chat_completions_token", "openai_chat_completions", "renderer")
+
 
 # --- Rollouts -------------------------------------------------------------------------------------
 
@@ -44,12 +52,29 @@ logger = logging.getLogger(__name__)
 class ClassicEnvironment:
     """A classic `verifiers.Environment` or `EnvGroup` in a rollout worker, with its examples.
 
+    Args:
+        client_type: how messages become tokens, see above.
+
     Raises:
-        InvalidEnvironmentError: its dataset cannot be read, or no training example is left.
+        InvalidEnvironmentError: its dataset cannot be read, or no training example is left; or no
+            client has this type, or takes `chat_template_kwargs`.
     """
 
-    def __init__(self, env: Any, options: RunnerOptions) -> None:
+    def __init__(
+        self, env: Any, options: RunnerOptions, client_type: str = CLIENT_TYPES[0]
+    ) -> None:
         self.env, self.options, self.name = env, options, options.name
+        self._client_type = client_type
+        if client_type not in CLIENT_TYPES:
+            raise InvalidEnvironmentError(
+                f"environment {self.name!r}: client_type={client_type!r}: must be one of "
+                f"{', '.join(CLIENT_TYPES)}"
+            )
+        if client_type == "renderer" and options.chat_template_kwargs:
+            raise InvalidEnvironmentError(
+                f"environment {self.name!r}: the renderers package does not take "
+                "chat_template_kwargs; choose another client_type"
+            )
         self.weights, self.description, self.num_overlong_prompts = [1.0], "", 0
         raise_open_files(FILES_OF_ROLLOUT * options.max_concurrent)
         env.set_max_seq_len(options.max_seq_len)
@@ -82,7 +107,9 @@ class ClassicEnvironment:
     async def open(self) -> None:
         """Make the connections, on the event loop that will use them."""
         self._http = ServerClient(f"{self.options.base_url}/v1", self.options.timeout_s)
-        self._renderer = Renderer(self.options.tokenizer)
+        is_by_package = self._client_type == "renderer"
+        make_renderer = _RendererOfPackage if is_by_package else Renderer
+        self._renderer = make_renderer(self.options.tokenizer)
         self.close = self._http.close
 
     async def run_group(self, request: GroupRequest) -> list[Rollout]:
@@ -97,7 +124,8 @@ class ClassicEnvironment:
         async def play(number: int, session: RolloutSession) -> list[Rollout]:
             rollout = Rollout(request.index, text_of(row["prompt"][-1:]), env=self.name)
             http = self._http.of_rollout(session)
-            client = _Client(http, self._renderer, self.options.max_seq_len)
+            extends = self._client_type != "openai_chat_completions"
+            client = _Client(http, self._renderer, self.options.max_seq_len, extends)
             sampling = {**request.sampling_args}
             start, states[number] = time.monotonic(), None
             try:
@@ -186,6 +214,25 @@ def _plain(message: Any) -> dict[str, Any]:
     return {name: message[name] for name in fields if message.get(name)}
 
 
+class _RendererOfPackage:
+    """Makes tokens as `Renderer` does, with the `renderers` package."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._renderer = create_renderer(tokenizer)
+
+    def render(self, messages: list[Any], tools: Any = None) -> list[int]:
+        return self._renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
+
+    def extend(
+        self, tokens: list[int], messages: list[Any], num_new: int, tools: Any = None
+    ) -> list[int] | None:
+        # It takes a prompt and a reply, and joins them.
+        extended = self._renderer.bridge_to_next_turn(
+            tokens[:1], tokens[1:], messages[-num_new:], tools=tools
+        )
+        return extended and extended.token_ids
+
+
 class _Client(OpenAIChatCompletionsClient):
     """Sends the model calls of one rollout to the token route of `vf-vllm`. It ends a sequence at
     `max_seq_len`, keeps in `turn` of a response what `samples_from_turns` needs, and accepts empty
@@ -196,9 +243,15 @@ class _Client(OpenAIChatCompletionsClient):
     the rollout from the batch.
     """
 
-    def __init__(self, http: ServerClient, renderer: Renderer, max_seq_len: int) -> None:
+    def __init__(
+        self,
+        http: ServerClient,
+        renderer: Renderer | _RendererOfPackage,
+        max_seq_len: int,
+        extends: bool,
+    ) -> None:
         super().__init__(http)
-        self._renderer, self._max_seq_len = renderer, max_seq_len
+        self._renderer, self._max_seq_len, self._extends = renderer, max_seq_len, extends
         self._turns: list[tuple[list[Any], list[int]]] = []  # messages with the reply; their tokens
 
     @handle_openai_overlong_prompt
@@ -223,7 +276,7 @@ class _Client(OpenAIChatCompletionsClient):
         """
         template = {"tools": body.get("tools"), **body.get("chat_template_kwargs", {})}
         plain = [*map(_plain, messages)]
-        for said, tokens in reversed(self._turns):
+        for said, tokens in reversed(self._turns if self._extends else []):
             num_new = len(plain) - len(said)
             if num_new > 0 and plain[: len(said)] == said:
                 extended = self._renderer.extend(tokens, messages, num_new, **template)

@@ -60,6 +60,7 @@ class ForeignEnvironment:
         self._recipe = {
             "table": table,
             "folders": [*map(str, folders)],
+            "model": getattr(options.tokenizer, "name_or_path", ""),
             "options": vars(options) | {"tokenizer": tokenizer},
         }
         # A worker says how many examples there are. An event loop may run here, so it has a thread.

@@ -29,22 +29,24 @@ def make_environment(recipe: Mapping[str, Any]) -> Any:
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no torch
         from transformers import AutoTokenizer
 
-        options = replace(options, tokenizer=AutoTokenizer.from_pretrained(options.tokenizer))
+        tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
+        tokenizer.name_or_path = recipe["model"]  # the `renderers` package knows models by it
+        options = replace(options, tokenizer=tokenizer)
     folders = [*map(Path, recipe["folders"])]
     if find_spec("verifiers.legacy") is None:
         from verifiers_rl.envs.v1 import V1Environment
         from verifiers_rl.envs.v1_loading import load_v1_environment
 
         return V1Environment(load_v1_environment(table, *folders), options)
-    if unknown := sorted(table.keys() - {"id", "args"}):
+    if unknown := sorted(table.keys() - {"id", "args", "client_type"}):
         raise InvalidEnvironmentError(
-            f"unknown keys: {', '.join(unknown)}; a classic environment has id and args, the "
-            "arguments of its load_environment, and a taskset needs verifiers 0.4 or later; this "
+            f"unknown keys: {', '.join(unknown)}; a classic environment has id, args (of its "
+            "load_environment) and client_type, and a taskset needs verifiers 0.4 or later; this "
             f"Python has {version('verifiers')}"
         )
-    from verifiers_rl.envs.classic import ClassicEnvironment
+    from verifiers_rl.envs.classic import CLIENT_TYPES, ClassicEnvironment
 
     add_folders(*folders)
     verifiers: Any = importlib.import_module("verifiers")
     env = verifiers.load_environment(table["id"].split("@", 1)[0], **table.get("args", {}))
-    return ClassicEnvironment(env, options)
+    return ClassicEnvironment(env, options, table.get("client_type", CLIENT_TYPES[0]))
