@@ -84,6 +84,13 @@ def test_environments_that_contradict_each_other_are_refused(parts, said):
         )
 
 
+def test_evaluations_of_nothing_are_refused_at_the_start():
+    envs = [WeightedEnv(StubRunner(), "a", only="train")]
+    for options in ({"eval_strategy": "steps"}, {"eval_on_start": True, "eval_strategy": "steps"}):
+        with pytest.raises(InvalidEnvironmentError, match="eval_strategy='steps': no environment"):
+            make_runner(envs, "http://unused", None, RLConfig(use_cpu=True, **options))
+
+
 @pytest.mark.parametrize("env, kind", [(3, "int"), ({"id": "e"}, "dict")])
 def test_what_is_no_environment_is_refused(env, kind):
     said = f"expected an Env or a Taskset .* got {kind}"

@@ -8,7 +8,7 @@ import torch
 
 from tests.helpers import StubSource, make_samples
 from verifiers_rl.config import RLConfig
-from verifiers_rl.loss_check import BROADCAST, MEAN, UNWEIGHTED, problem_of
+from verifiers_rl.loss_check import BROADCAST, CONSTANT, MEAN, UNWEIGHTED, problem_of
 from verifiers_rl.losses import LOSSES, MASKS, LossInputs, LossOutputs, needs, reinforce
 from verifiers_rl.types import Batch, Rollout
 
@@ -59,6 +59,22 @@ def random_inputs(num_samples):
 )
 def test_each_wrong_loss_is_named(loss_fn, problem):
     assert problem_of(loss_fn, random_inputs(7)) == problem
+
+
+def test_a_bonus_on_an_entropy_without_gradient_is_named():
+    inputs = random_inputs(7)
+
+    def bonus(inputs):
+        return LossOutputs((inputs.weights * (per_token(inputs) - inputs.entropy)).sum())
+
+    assert problem_of(bonus, inputs) == ""
+    inputs.entropy.requires_grad_(False)
+    assert problem_of(bonus, inputs) == CONSTANT
+
+    def mask(inputs):
+        return LossOutputs((inputs.weights * (inputs.entropy < 1) * per_token(inputs)).sum())
+
+    assert problem_of(mask, inputs) == ""
 
 
 @pytest.mark.parametrize(

@@ -419,6 +419,17 @@ def test_means_of_an_evaluation_count_errors_as_zero_and_examples_solved_at_all(
     assert evaluation_metrics([agents])["pass@2"] == 1.0
 
 
+def test_an_evaluation_whose_rollouts_all_fail_ends_only_a_run_that_has_not_trained(
+    make_orchestrator,
+):
+    orchestrator = make_orchestrator(StubRunner(outcome=lambda *_: ValueError("no judge")))
+    with pytest.raises(RolloutError, match=r"all 4 rollouts of the evaluation failed; .*no judge"):
+        evaluate(orchestrator, 4, 1)
+    orchestrator.begin_evaluation(4, 1, "policy", policy_version=7)
+    metrics = orchestrator.end_evaluation()
+    assert (metrics["reward"], metrics["error_share"]) == (0, 1)
+
+
 def test_an_evaluation_takes_the_first_examples_of_each_environment():
     assert first_of_each([4, 2, 10], 3) == [0, 1, 2, 4, 5, 6, 7, 8]
     assert first_of_each([0, 2], 5) == [0, 1]

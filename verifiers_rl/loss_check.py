@@ -1,5 +1,6 @@
-"""Checks in the first step that a loss keeps its contract: it is a sum over tokens, and the term of
-each token is multiplied by its weight. The gradient of each token is computed
+"""Checks in the first step that a loss keeps its contract: it is a sum over tokens, the term of
+each token is multiplied by its weight, and what it depends on has a gradient. The gradient of each
+token is computed
 
     with the whole microbatch, twice                    g, and g again if nothing is random
     with the first half of the samples alone            g, if the loss is a sum
@@ -38,6 +39,10 @@ MEAN = (
 BROADCAST = (
     "half of a microbatch has smaller gradients for a token than the whole. Look for an (N, N) "
     "tensor, which shapes (N,) and (N, 1) make, and for numbers that all tokens together give"
+)
+CONSTANT = (
+    "it depends on inputs.entropy, which has no gradient unless "
+    '@needs("entropy_gradient") stands above the loss'
 )
 UNWEIGHTED = (
     "with inputs.weights twice as large, its gradient is not twice as large. Multiply each term by "
@@ -106,6 +111,8 @@ def problem_of(loss_fn: LossFn, inputs: LossInputs) -> str | None:
     ids = inputs.sequence_ids
     is_first, every = ids <= ids.max() // 2, ids >= 0
     whole = gradient(every, 1.0)
+    if whole[1].any() and not inputs.entropy.requires_grad:
+        return CONSTANT
     for tokens, scale, problem in (
         (every, 1.0, ""),
         (is_first, 1.0, MEAN),

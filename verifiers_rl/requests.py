@@ -295,13 +295,15 @@ async def while_served(rollouts: Awaitable[Any], check_server: Callable[[], None
         waiting.cancel()
 
 
-def warn_of_failures(groups: Sequence[Sequence[Rollout]], split: Split = "train") -> None:
-    """Warn of rollouts of this split that failed. Raises RolloutError if all did."""
+def warn_of_failures(
+    groups: Sequence[Sequence[Rollout]], split: Split = "train", may_all_fail: bool = False
+) -> None:
+    """Warn of rollouts of this split that failed. Raises RolloutError if all did and may not."""
     rollouts = [rollout for group in groups for rollout in group]
     errors = [rollout.error for rollout in rollouts if rollout.error is not None]
     kinds = Counter(describe_error(error) for error in errors)
     whose = " of the evaluation" if split == "eval" else ""
-    if len(errors) == len(rollouts):
+    if len(errors) == len(rollouts) and not may_all_fail:
         failure = RolloutError(
             f"all {len(rollouts)} rollouts{whose} failed; most often: "
             f"{kinds.most_common(1)[0][0]}. The first one's traceback is above"

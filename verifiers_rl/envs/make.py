@@ -223,4 +223,10 @@ def make_runner(
             "top_p, top_k and min_p",
             names,
         )
-    return Environments(parts)
+    made = Environments(parts)
+    if args.eval_strategy != "no" and not any(made.sizes("eval")):
+        raise InvalidEnvironmentError(
+            f"eval_strategy={args.eval_strategy.value!r}: no environment has an example for "
+            "evaluations that fits; add some, or leave eval_strategy out"
+        )
+    return made
