@@ -41,6 +41,8 @@ class GDPOTrainer(RLTrainer):
     def _take_batch(self) -> None:
         super()._take_batch()
         advantages = [rollout.advantage for rollout in self.batch.rollouts]
+        if len(advantages) < 2:
+            return  # one has no deviation
         mean, std = np.mean(advantages), np.std(advantages, ddof=1)
         for rollout in self.batch.rollouts:
             rollout.set_advantage(float((rollout.advantage - mean) / (std + 1e-6)))

@@ -90,7 +90,7 @@ def test_the_end_of_what_a_program_prints_is_kept(run):
     ("text", "said"),
     [
         ("ask('?'); sys.exit('no' * 2000 + ' luck')", "agent.py '{prompt}' ended with status 1: "),
-        ("print('I am wise')", "the agent asked for no reply"),
+        ("print('I am wise')", "the agent got no reply"),
         ("ask('?', n=2)", "HTTP Error 400"),
     ],
 )
@@ -107,12 +107,14 @@ def test_a_program_that_fails_for_a_full_context_is_cut(play, tmp_path):  # noqa
 
 def test_a_program_and_what_it_has_started_end_with_the_rollout(run, tmp_path):
     pids = tmp_path / "pids"
-    tell = f"print({SLEEP}, os.getpid(), file=open({str(pids)!r}, 'a'))\n"
+    # One of them in a session of its own.
+    away = SLEEP.replace("'600']", "'600'], start_new_session=True")
+    tell = f"print({SLEEP}, {away}, os.getpid(), file=open({str(pids)!r}, 'a'))\n"
     run(f"ask('?')\n{tell}")  # `sleep` has its stdout, which does not end
     error, _ = run(f"{tell}time.sleep(600)", fails=True, generation_timeout=5.0)
     assert "longer than generation_timeout" in str(error)
     started = [int(pid) for pid in pids.read_text().split()]
-    assert len(started) == 4
+    assert len(started) == 6
     wait_until(lambda: not any(map(is_running, started)))
 
 

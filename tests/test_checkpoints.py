@@ -381,6 +381,9 @@ def test_a_damaged_checkpoint_is_refused_with_its_file_and_an_older_one_offered(
     [
         ("use_lora", False),
         ("lora_rank", 8),
+        ("lora_alpha", 3200),
+        ("lora_use_rslora", True),
+        ("optim", "sgd"),
         ("lora_target_modules", ["q_proj"]),
         ("TRAINER", "SFTTrainer"),
     ],

@@ -246,3 +246,25 @@ def test_a_rollout_that_fails_says_why_and_what_was_said(play, monkeypatch, is_s
     assert isinstance(rollout.error, error) and message in str(rollout.error)
     assert math.isnan(rollout.reward)
     assert len(json.loads(rollout.record)["messages"]) == num_messages
+
+
+class Starts:
+    def __call__(self, completion):
+        return float(completion.startswith("5"))
+
+
+def test_rewards_have_names_that_stay_whatever_they_are():
+    env = env_from(ROWS, [partial(partial(exact), answer="5"), Starts()])
+    assert [*scores(env)[0]] == ["exact", "Starts"]
+    with pytest.raises(InvalidEnvironmentError, match="are named \\['exact', 'exact'\\]"):
+        env_from(ROWS, [exact, partial(exact, answer="5")])
+
+
+def test_a_prompt_may_have_tool_calls_as_openai_has_them():
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    said = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    answer = [{"role": "tool", "tool_call_id": "1", "content": "5"}]
+    (task,) = env_from([{"prompt": CHAT + said + answer}], lambda completion: 1.0)
+    assert task.data.prompt[1].tool_calls[0].name == "add"
+    with pytest.raises(InvalidEnvironmentError, match=r"row 0: prompt=.*'developer'.*Input"):
+        env_from([{"prompt": [{"role": "developer", "content": "hi"}]}], lambda completion: 1.0)

@@ -61,6 +61,13 @@ def test_each_wrong_loss_is_named(loss_fn, problem):
     assert problem_of(loss_fn, random_inputs(7)) == problem
 
 
+def test_an_nn_tensor_is_named_where_advantages_add_up_to_zero():
+    inputs = random_inputs(8)
+    inputs.advantages = torch.tensor([1.0, -1.0]).repeat(len(inputs.weights))[: len(inputs.weights)]
+    inputs.weights = torch.ones_like(inputs.weights)
+    assert problem_of(broadcast, inputs) == BROADCAST
+
+
 def test_a_bonus_on_an_entropy_without_gradient_is_named():
     inputs = random_inputs(7)
 

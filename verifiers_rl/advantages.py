@@ -32,7 +32,7 @@ def as_numbers(advantages: Any, num_rollouts: int) -> list[np.ndarray]:
     """
     try:
         numbers = [np.asarray(advantage, dtype=np.float64) for advantage in advantages]
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:  # of a tensor with a gradient
         raise ValueError(
             f"advantage_fn returned {reprlib.repr(advantages)} for {num_rollouts} rollouts; "
             "expected a list with a number for each, or a sequence of numbers, one for each token"

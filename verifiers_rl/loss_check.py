@@ -17,6 +17,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -97,6 +98,12 @@ def problem_of(loss_fn: LossFn, inputs: LossInputs) -> str | None:
     """Return what is wrong with a loss, "" if nothing is, and None if these tokens do not show it,
     because they are of one sample or half of them have no gradient.
     """
+    # The advantages of a group add up to 0, and so does what a loss makes of their sum.
+    positive = replace(inputs, advantages=inputs.advantages.abs() + 1)
+    return _problem_with(loss_fn, positive) or _problem_with(loss_fn, inputs)
+
+
+def _problem_with(loss_fn: LossFn, inputs: LossInputs) -> str | None:
 
     def gradient(tokens: Tensor, scale: float) -> Tensor:
         """Return the derivatives by logprobs and entropy, (2, tokens)."""

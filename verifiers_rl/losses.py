@@ -120,6 +120,12 @@ def add_terms(loss_fn: LossFn, *terms: LossFn) -> LossFn:
     def total(inputs: LossInputs) -> LossOutputs:
         try:
             parts = [function(inputs) for function in (loss_fn, *terms)]
+        except KeyError as error:
+            if not {*get_args(Need)} & {*error.args} - inputs.extras.keys():
+                raise
+            raise TypeError(
+                f"the loss met no {error} among the extras: write @needs({error}) above it"
+            ) from error
         except (TypeError, AttributeError) as error:
             if inputs.reference_logprobs is not None or "NoneType" not in str(error):
                 raise

@@ -96,7 +96,8 @@ def check_arguments(
     for name in others:
         if name in _WITHOUT_EFFECT:
             raise ConfigError(f"{name} has no effect in RLTrainer: {_WITHOUT_EFFECT[name]}")
-        if name not in (known := inspect.signature(Trainer.__init__).parameters):
+        known = inspect.signature(Trainer.__init__).parameters.keys() | {*Replaced._fields}
+        if name not in known:
             elsewhere = "options belong into RLConfig; see docs/from_trl.md"
             hint = _DATA if name.startswith("reward_") else did_you_mean(name, known, elsewhere)
             raise ConfigError(f"RLTrainer takes no argument {name!r}: {hint}")

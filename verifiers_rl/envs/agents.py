@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +105,13 @@ class AgentHarness(vf.Harness[AgentHarnessConfig]):
             trace.stop("context_length")  # max_seq_len cuts the rollout, and it is trained
         if not trace.calls:
             raise HarnessError(
-                "the agent asked for no reply: it must send its chat completions to "
-                "OPENAI_BASE_URL, or to the base_url that it gets"
+                "the agent got no reply: it must send its chat completions to OPENAI_BASE_URL, or "
+                "to the base_url that it gets, and with n of 1"
+            )
+        if not isinstance(answer, str | Real | None):
+            raise HarnessError(
+                f"the agent returned a {type(answer).__name__}; return a text, or None for the "
+                "last reply"
             )
         trace.root_reply = answer if answer is None else str(answer)
         return vf.ProgramResult(0, "", "")
@@ -201,6 +207,12 @@ async def run_program(
     finally:
         with suppress(ProcessLookupError):  # nobody is left
             os.killpg(transport.get_pid(), signal.SIGKILL)
+        # Who left the group has its key still.
+        key = f"OPENAI_API_KEY={variables['OPENAI_API_KEY']}\0".encode()
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended, or is of another user
+                if key in (process / "environ").read_bytes():
+                    os.kill(int(process.name), signal.SIGKILL)
         with suppress(TimeoutError):  # a process that left the group has its stdout
             await asyncio.wait_for(program.closed.wait(), EXIT_S)
         transport.close()
@@ -218,6 +230,8 @@ class AgentTaskset(ExampleTaskset):
     """The examples of a dataset, and the function that plays them."""
 
     def __init__(self, agent: Any, dataset: Any, *given: Any) -> None:
+        if not callable(agent):
+            raise InvalidEnvironmentError(f"env_from_agent: agent={agent!r} is no function")
         super().__init__(dataset, *given)
         rows, known = examples_of(dataset, given[-1]), self.columns | dict.fromkeys(OF_ROLLOUT)
         wanted = parameters_from(agent, known, "env_from_agent: the agent")

@@ -6,14 +6,17 @@ from __future__ import annotations
 
 import inspect
 import math
+import reprlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import verifiers.v1 as vf
 from pydantic import ValidationError
+from verifiers.v1.dialects.chat import parse_message
 
 from verifiers_rl.envs.base import InvalidEnvironmentError, finite_reward, samples_from_turns
 from verifiers_rl.envs.chat_harness import first_messages
@@ -72,6 +75,14 @@ class ExampleTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
         return scores
 
 
+def _as_verifiers(message: Any) -> Any:
+    """Return a message with tool calls of OpenAI's form as verifiers has it; others as they are."""
+    calls = message.get("tool_calls") if isinstance(message, dict) else None
+    if not any(isinstance(call, dict) and "function" in call for call in calls or ()):
+        return message
+    return parse_message(message)
+
+
 class ExampleTaskset(vf.Taskset[ExampleTask, vf.TasksetConfig]):
     """The examples of a dataset.
 
@@ -102,11 +113,15 @@ class ExampleTaskset(vf.Taskset[ExampleTask, vf.TasksetConfig]):
         self.tasks: list[ExampleTask] = []
         for number, row in enumerate(rows):
             try:
-                data = vf.TaskData(idx=number, prompt=row["prompt"], system_prompt=system_prompt)
+                prompt = row["prompt"]
+                if isinstance(prompt, list):  # its tool calls may have OpenAI's form
+                    prompt = [_as_verifiers(message) for message in prompt]
+                data = vf.TaskData(idx=number, prompt=prompt, system_prompt=system_prompt)
             except ValidationError as error:
                 raise InvalidEnvironmentError(
-                    f"{what}, row {number}: prompt={row['prompt']!r} is neither a string nor a "
-                    'list of messages like {"role": "user", "content": "..."}'
+                    f"{what}, row {number}: prompt={reprlib.repr(row['prompt'])} is neither a "
+                    'string nor a list of messages like {"role": "user", "content": "..."}: '
+                    f"{error.errors()[0]['msg']}"
                 ) from error
             if not data.prompt:
                 raise InvalidEnvironmentError(f"{what}, row {number}: the prompt is empty")
@@ -227,7 +242,7 @@ def env_from(
     functions = reward_fn if isinstance(reward_fn, list | tuple) else [reward_fn]
     if not functions or not all(map(callable, functions)):
         raise InvalidEnvironmentError(f"env_from: reward_fn={reward_fn!r} is no function")
-    names = [getattr(function, "__name__", repr(function)) for function in functions]
+    names = [_name_of(function) for function in functions]
     numbers = np.array([1.0] * len(names) if weights is None else weights)
     if (
         numbers.shape != (len(names),)
@@ -247,6 +262,12 @@ def env_from(
     if eval_dataset is not None:
         taskset.eval_taskset = kind(eval_dataset, rewards, system_prompt, "eval_dataset")
     return taskset
+
+
+def _name_of(function: Any) -> str:
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def examples_of(dataset: Any, name: str) -> list[Mapping[str, Any]]:

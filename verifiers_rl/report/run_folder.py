@@ -31,7 +31,10 @@ RL_STATE = "rl_state.json"  # in a checkpoint: what our own parts need to contin
 # In a checkpoint, written last: size and SHA-256 of each other file.
 MANIFEST = "manifest.json"
 # Options without which a checkpoint cannot be loaded, and what trains.
-OF_WEIGHTS = ("TRAINER", "use_lora", "lora_rank", "lora_target_modules")
+OF_WEIGHTS = (
+    *("TRAINER", "use_lora", "lora_rank", "lora_alpha", "lora_use_rslora", "lora_target_modules"),
+    "optim",
+)
 _LARGE = 2**28  # bytes of a file that is read only once, when the run begins
 # A folder that is written now. It has no use after the process has ended.
 UNFINISHED = "_unfinished"
