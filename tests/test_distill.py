@@ -297,7 +297,7 @@ def test_evaluations_and_failed_rollouts_need_no_teacher():
 
 def test_the_teacher_of_opsd_reads_the_hint_before_the_rollouts_own_tokens(tokenizer, monkeypatch):
     async def example(split, index):
-        return {"split": split, "task": {"data": {"prompt": "p"}, "row": {"answer": f"a{index}"}}}
+        return {"split": split, "prompt": "p", "answer": f"a{index}"}
 
     text = "<|system|>The answer is a6.<|end|>"
     hint = tokenizer.encode(text)
@@ -320,7 +320,10 @@ def test_the_teacher_of_opsd_reads_the_hint_before_the_rollouts_own_tokens(token
         assert body["model"] == "adapter"
         wanted = expected(sample, theirs_of(sample), 1.0)  # the stand-in looks one token back
         assert rollout.added_advantages == pytest.approx(wanted, abs=1e-6)
-    for hint, problem in (("{reply}", "'reply'.*fields answer, data"), ("{answer[9]}", "IndexErr")):
+    for hint, problem in (
+        ("{reply}", "'reply'.*fields answer, prompt"),
+        ("{answer[9]}", "IndexErr"),
+    ):
         with pytest.raises(InvalidEnvironmentError, match=f"'taught'.*{problem}"):
             asyncio.run(run(hint))
     monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('no system message') }}")
@@ -378,7 +381,7 @@ def test_a_teacher_or_a_distillation_that_cannot_work_is_refused(make, options, 
 
 
 def test_a_scorer_of_evaluations_is_refused():
-    with pytest.raises(InvalidEnvironmentError, match=r"'words'.*no effect beside only='eval'"):
+    with pytest.raises(ValueError, match=r"'words'.*no effect beside only='eval'"):
         WeightedEnv("reverse_text", "words", only="eval", scorer=Distillation(TEACHER))
 
 

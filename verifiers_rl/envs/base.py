@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from pydantic import ValidationError
+import pydantic.dataclasses
 
 from verifiers_rl.envs.records import versions_of_reply
 from verifiers_rl.inference import allowed_tokens
-from verifiers_rl.option_rules import PositiveInt, PositiveNumber, checkers, problem_of
+from verifiers_rl.option_rules import STRICT, PositiveInt, PositiveNumber
 from verifiers_rl.types import (
     ALLOWED_TOKENS,
     LARGEST_REWARD,
@@ -273,7 +273,7 @@ class RunnerOptions:
         return f"prompts that fill max_seq_len={self.max_seq_len} (raise it, or set max_prompt_len)"
 
 
-@dataclass
+@pydantic.dataclasses.dataclass(config=STRICT)
 class WeightedEnv:
     """One of several environments to train on.
 
@@ -293,6 +293,9 @@ class WeightedEnv:
         python: interpreter of its rollout workers, such as "venv/bin/python"; there a classic
             environment finds verifiers 0.3. "": the one of this process.
         folders: where modules for `python` are, beside those that are installed for it.
+
+    Raises:
+        pydantic.ValidationError: a value cannot work.
     """
 
     env: Any
@@ -306,15 +309,8 @@ class WeightedEnv:
     folders: Sequence[str | Path] = ()
 
     def __post_init__(self) -> None:
-        kind: Any = type(self)
-        for name, checker in checkers(kind).items():
-            try:
-                checker.validate_python(value := getattr(self, name))
-            except ValidationError as error:
-                problem = f"{name}={value!r}: {problem_of(error)}"
-                raise InvalidEnvironmentError(f"environment {self.name!r}: {problem}") from error
         if self.scorer is not None and self.only == "eval":
-            raise InvalidEnvironmentError(
+            raise ValueError(
                 f"environment {self.name!r}: a scorer, such as a teacher, has no effect beside "
                 "only='eval'; remove one of the two"
             )
