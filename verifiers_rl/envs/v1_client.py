@@ -33,15 +33,6 @@ CONTEXT = "context length"  # by these words, harnesses recognize a prompt that 
 _NEUTRAL: tuple[Any, ...] = (None, 0, {}, [], "auto", "none", {"type": "text"})
 
 
-def biased_options(request: Mapping[str, Any], of_run: Mapping[str, Any]) -> list[str]:
-    """Return the options by which a request's tokens come from another distribution than the
-    trainer's. Options equal to the run's are left out: `make_runner` warned of them.
-    """
-    names = _OTHERS if of_run.get("sampling_mask") else _OTHERS | _OF_MASK
-    given = [(name, request[name]) for name in names & request.keys()]
-    return [name for name, value in given if value not in (*_NEUTRAL, of_run.get(name))]
-
-
 class Said(NamedTuple):
     """A reply of the policy: what it was asked, its message in the trace, and its tokens."""
 
@@ -55,9 +46,9 @@ class TokenClientConfig(vf.TrainClientConfig):
     what its tokens depend on. verifiers takes them for equal, so they share one `TokenClient`.
     """
 
-    _runner: V1Environment = PrivateAttr()
-    _sampling: dict[str, Any] = PrivateAttr()  # options of the run, without extra_body
-    _session: RolloutSession = PrivateAttr()
+    _runner: V1Environment
+    _sampling: dict[str, Any]  # options of the run, without extra_body
+    _session: RolloutSession
     _said: dict[str, list[Said]] = PrivateAttr(default_factory=dict)  # by the id of its trace
 
     @classmethod
@@ -71,14 +62,18 @@ class TokenClientConfig(vf.TrainClientConfig):
         return client
 
     def warn_of_bias(self, agent: str, request: Mapping[str, Any]) -> None:
-        """Warn once for each agent and option by which importance ratios are off."""
-        for name in biased_options(request, self._sampling):
-            if (agent, name) not in self._runner.warned:
-                self._runner.warned.add((agent, name))
+        """Warn once for each agent and option by which a request's tokens come from another
+        distribution than the trainer's. `make_runner` warned of options equal to the run's.
+        """
+        names = _OTHERS if self._sampling.get("sampling_mask") else _OTHERS | _OF_MASK
+        for name in names & request.keys():
+            value, warned = request[name], self._runner.warned
+            if (agent, name) not in warned and value not in (*_NEUTRAL, self._sampling.get(name)):
+                warned.add((agent, name))
                 logger.warning(
                     "environment %r: the agent %r samples with %s=%r, from another distribution "
                     "than the trainer's softmax; importance ratios will be off, watch mismatch_kl",
-                    *(self._runner.name, agent, name, request[name]),
+                    *(self._runner.name, agent, name, value),
                 )
 
     def said_in(self, trace: vf.Trace) -> list[Said]:
