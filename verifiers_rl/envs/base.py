@@ -125,28 +125,6 @@ def module_name(env_id: str) -> str:
     return env_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
 
 
-def check_logprobs(logprobs: Any) -> None:
-    """Refuse logprobs of sampled tokens that are no numbers. NaN would mean that no policy sampled
-    them, see `Sample`.
-
-    Raises:
-        ValueError: one is NaN or infinite.
-    """
-    if not np.isfinite(np.asarray(logprobs, np.float32)).all():
-        raise ValueError(
-            "the server's logprob of a sampled token is NaN or infinite: its logits overflow; use "
-            "another dtype there"
-        )
-
-
-def versions_of_tokens(spans: Sequence[tuple[int, int]], num_tokens: int) -> np.ndarray:
-    """Return the policy version of each token, (num_tokens,) int32, from (first token, version)
-    pairs in order.
-    """
-    starts, versions = np.array(spans, np.int32).reshape(-1, 2).T
-    return np.repeat(versions, np.diff(starts, append=num_tokens))
-
-
 class Turn(NamedTuple):
     """A model call of a rollout, as tokens.
 
@@ -190,7 +168,12 @@ def samples_from_turns(
         num = len(sampled)
         if num != len(new_logprobs):
             raise ValueError(f"turn {number}: {num} tokens but {len(new_logprobs)} logprobs")
-        check_logprobs(new_logprobs)
+        # NaN would mean that no policy sampled the token, see below.
+        if not np.isfinite(np.asarray(new_logprobs, np.float32)).all():
+            raise ValueError(
+                "the server's logprob of a sampled token is NaN or infinite: its logits overflow; "
+                "use another dtype there"
+            )
         chain = next((one for one in reversed(chains) if prompt[: len(one[0])] == one[0]), None)
         trains_added = not (chain is None or mask_env_responses)
         if chain is None:
@@ -201,14 +184,14 @@ def samples_from_turns(
         in_loss += [trains_added] * num_added + [True] * num
         # NaN: no policy sampled these. The trainer's logprob is used, so ratio 1.
         logprobs += [math.nan if trains_added else 0.0] * num_added + list(new_logprobs)
-        spans = versions_of_reply(reply, policy_version)
-        versions += [-1] * num_added + versions_of_tokens(spans, num).tolist()
+        starts, own = np.array(versions_of_reply(reply, policy_version), np.int32).T
+        versions += [-1] * num_added + np.repeat(own, np.diff(starts, append=num)).tolist()
         advantages += [0.0] * num_added + (given or [0.0] * num)
         allowed = allowed_tokens(*reply.mask) if reply.mask else None
         masks += [(num_added, None), (num, allowed)]
         if reply.experts is not None:  # of the tokens before, too: the first time sampled them
-            own = reply.experts[sum(num for num, _ in experts) : len(token_ids)]
-            experts.append((len(own), own))
+            new = reply.experts[sum(num for num, _ in experts) : len(token_ids)]
+            experts.append((len(new), new))
     samples = []
     for *columns, masks, experts in chains:
         samples.append(sample := Sample(*columns))

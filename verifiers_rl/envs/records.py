@@ -17,7 +17,7 @@ def versions_of_reply(reply: Any, policy_version: int) -> list[tuple[int, int]]:
     """Return the (first token, policy version) pairs of a `ChatReply`; of this version if the
     server did not say which policy sampled it.
     """
-    return getattr(reply, "policy_versions", None) or [(0, policy_version)]
+    return reply.policy_versions or [(0, policy_version)]
 
 
 def record_of_trace(trace: Any, said: Iterable[Any], policy_version: int) -> bytes:
@@ -31,26 +31,22 @@ def record_of_trace(trace: Any, said: Iterable[Any], policy_version: int) -> byt
     branches = [branch.nodes for branch in trace.branches]
     nodes = branches.pop() if branches else []
     place_of = {id(node): place for place, node in enumerate(nodes)}
-    replies = {id(one.message): one.turn.reply for one in said}
-    num_tokens: list[int] = []  # of each node and of those before it on its path
-    for node in trace.nodes:
-        num_before = 0 if node.parent is None else num_tokens[node.parent]
-        num_tokens.append(num_before + len(node.token_ids))
+    tokens_of = {id(one.message): one.turn for one in said}
     turns = []
     for call in trace.calls:
         if call.node is None:
             continue
         node = trace.nodes[call.node]
+        if (turn := tokens_of.get(id(node.message))) is None:
+            continue  # what the environment said in the place of a reply
         turns.append(
             {
                 "message": place_of.get(id(node)),
                 "begin_s": call.time.start - begin if call.time.start else None,
                 "end_s": call.time.end - begin if call.time.end else None,
-                "num_prompt_tokens": num_tokens[call.node] - len(node.logprobs),
-                "num_sampled_tokens": len(node.logprobs),
-                "policy_version": versions_of_reply(replies.get(id(node.message)), policy_version)[
-                    -1
-                ][1],
+                "num_prompt_tokens": len(turn.prompt_ids),
+                "num_sampled_tokens": len(turn.token_ids),
+                "policy_version": versions_of_reply(turn.reply, policy_version)[-1][1],
                 "finish_reason": call.finish_reason,
             }
         )
