@@ -204,9 +204,7 @@ def test_agents_play_in_rollout_workers(tmp_path, tokenizer, on_the_path):  # no
     assert "SystemExit" in str(exits.error) and "StopIteration" in str(ends.error)
 
 
-@pytest.mark.parametrize(
-    "words", [["bash", "-c"], ["node", "-e"], ["nodejs", "--eval"], ["perl", "-wne"], ["php", "-r"]]
-)
+@pytest.mark.parametrize("words", [["bash", "-c"], ["nodejs", "--eval"], ["perl", "-wne"]])
 def test_a_row_is_no_code(words):
     table = {"id": "small_tasks", "command": [*words, "print {prompt}", "{prompt}"]}
     with pytest.raises(InvalidEnvironmentError, match="behind the code, where it is data"):

@@ -314,12 +314,6 @@ def test_turns_with_a_user_are_one_sample_though_the_template_drops_thinking(pla
     assert sample.extras["routed_experts"].tolist() == [[[turn, turn]] for turn in turns]
 
 
-def test_an_empty_reply_is_trained_on(play, tokenizer):
-    (rollout,), requests = play("", with_user())
-    assert rollout.num_turns == 3 and len(rollout.samples) == 1
-    assert [tokens for _, tokens in requests] == [[tokenizer.eos_token_id]] * 3
-
-
 @pytest.mark.parametrize("text, num_samples", [("x?yx?", 1), ("<think>hm", 1), ("</think>", 3)])
 def test_after_a_cut_reply_the_prompt_is_rendered_anew(play, tokenizer, text, num_samples):
     """The template then ends the reply, or rewrites it, which starts a sample."""
@@ -344,9 +338,7 @@ def test_environment_tokens_can_be_trained_too(play):
     (sample,) = rollout.samples
     first_prompt = len(requests[0][0]["tokens"])
     assert not any(sample.loss_mask[:first_prompt]) and all(sample.loss_mask[first_prompt:])
-    between = sample.policy_versions[first_prompt:] == -1
-    assert np.isnan(sample.inference_logprobs[first_prompt:]).tolist() == between.tolist()
-    assert any(between)
+    assert any(sample.policy_versions[first_prompt:] == -1)
 
 
 def test_a_reply_that_the_environment_replaced_is_trained_as_it_was_sampled(
@@ -483,7 +475,6 @@ def test_a_template_gets_the_arguments_of_the_run_and_of_the_agent(play, tokeniz
 @pytest.mark.parametrize(
     "sampling, beginning",
     [
-        ({"reasoning_effort": "low"}, "low True"),
         ({"reasoning_effort": "none"}, "none False"),
         ({"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": 0}}, "low 0"),
     ],
