@@ -470,13 +470,14 @@ try:
     if importlib.util.find_spec("verifiers") is None:
         raise ImportError("No module named 'verifiers'")
     spec.loader.exec_module(module)
+    from verifiers_rl.envs.made_there import make_environment
     from verifiers_rl.envs.workers import main
 except (ImportError, SyntaxError) as error:  # this Python is too old, or lacks packages
     text = json.dumps({"problem": f"{error}; {hint}"}).encode()
     with socket.socket(fileno=int(descriptor)) as connection:
         connection.sendall(struct.pack("<qq", len(text), 0) + text)
     sys.exit()
-main(int(descriptor), int(parent))
+main(int(descriptor), int(parent), make_environment)
 """
 
 
@@ -530,16 +531,15 @@ def kill_group(process: Process) -> None:
 # --- In the worker's process ----------------------------------------------------------------------
 
 
-def main(descriptor: int, parent: int) -> None:
+def main(descriptor: int, parent: int, make_environment: Callable[[Any], Any]) -> None:
     """Make environments, and run groups until the trainer's process closes the connection. What to
     make is read from stdin.
 
     Args:
         descriptor: of our end of the connection.
         parent: id of the process that started us.
+        make_environment: makes the `EnvRunner` of a recipe that is not pickled.
     """
-    from verifiers_rl.envs.made_there import make_environment
-
     parent_of_worker.is_rollout_worker = True
     parent_of_worker.die_with_parent(parent)  # works even if the environment blocks the event loop
     # When memory runs out, Linux shall end this process, which is replaced, before the trainer.
