@@ -7,7 +7,7 @@ each token, written out here as plainly as possible; "after" is the code of this
 
     server    what vLLM's API server does with each token from the engine, and the reply's bytes:
               the real classes of vLLM
-    trainer   reply's bytes -> node of a trace -> Sample -> Batch -> plan -> microbatches, all on
+    trainer   reply's bytes -> Turn -> Sample -> Batch -> plan -> microbatches, all on
               one thread; with a worker, the bytes of its message -> Sample -> and so on
     memory    peak of the same way, by tracemalloc, with at most 1 M tokens
     ranks     two gloo ranks take a batch, from rank 0's `Batch` to the samples of each
@@ -47,8 +47,7 @@ def node_of(token_ids: list[int], logprobs: list[float]) -> Any:
     """What verifiers keeps of a reply: lists."""
     return SimpleNamespace(
         sampled=True, token_ids=[*range(PROMPT), *token_ids], logprobs=logprobs, message=None,
-        mask=[False] * PROMPT + [True] * len(token_ids), advantages=None, sampling_mask=None,
-        routed_experts=None,
+        mask=[False] * PROMPT + [True] * len(token_ids),
     )  # fmt: skip
 
 
@@ -114,15 +113,13 @@ def packed_reply(token_ids: np.ndarray, logprobs: np.ndarray) -> bytes:
 
 
 def sample_of_packed_reply(reply: bytes) -> Any:
-    import verifiers.v1 as vf
-
-    from verifiers_rl.envs.v1 import samples_from_trace
+    from verifiers_rl.envs.base import Turn, samples_from_turns
+    from verifiers_rl.inference import ChatReply
     from verifiers_rl.inference.packed_tokens import unpack_sampled
 
     token_ids, logprobs = unpack_sampled(json.loads(reply)["packed_tokens"])
-    node = node_of(token_ids.tolist(), logprobs.tolist())  # verifiers wants lists
-    branch = vf.Branch.model_construct(index=0, nodes=[node])
-    (sample,) = samples_from_trace(SimpleNamespace(branches=[branch]), policy_version=3)
+    lists = [*range(PROMPT)], token_ids.tolist(), logprobs.tolist()
+    (sample,) = samples_from_turns([Turn(*lists, ChatReply({}))], policy_version=3)
     sample.set_advantage(0.5)
     return sample
 

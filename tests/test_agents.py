@@ -165,7 +165,8 @@ def test_a_function_asks_in_any_order_and_branches_become_samples(play, tokenize
     (rollout,), requests = play("yes and no", env_from_agent(ROWS, len_of, in_any_order))
     assert rollout.reward == len("yes and no") * 3
     assert len(requests) == rollout.num_turns == 5
-    assert len(rollout.samples) == 4  # one of the two first replies goes on thrice
+    # The two first replies are alike: two of those that go on continue them, the third has its own.
+    assert len(rollout.samples) == 3
 
 
 async def call_a_tool(prompt, base_url, api_key):
@@ -205,9 +206,7 @@ def test_agents_play_in_rollout_workers(tmp_path, tokenizer, on_the_path):  # no
     assert "SystemExit" in str(exits.error) and "StopIteration" in str(ends.error)
 
 
-@pytest.mark.parametrize(
-    "words", [["bash", "-c"], ["node", "-e"], ["nodejs", "--eval"], ["perl", "-wne"], ["php", "-r"]]
-)
+@pytest.mark.parametrize("words", [["bash", "-c"], ["nodejs", "--eval"], ["perl", "-wne"]])
 def test_a_row_is_no_code(words):
     table = {"id": "small_tasks", "command": [*words, "print {prompt}", "{prompt}"]}
     with pytest.raises(InvalidEnvironmentError, match="behind the code, where it is data"):

@@ -44,14 +44,6 @@ class Polars(list):
         return ROWS
 
 
-class MapStyle(torch.utils.data.Dataset):
-    def __len__(self):
-        return len(ROWS)
-
-    def __getitem__(self, number):
-        return ROWS[number]
-
-
 @pytest.mark.parametrize(
     "dataset",
     [
@@ -60,7 +52,6 @@ class MapStyle(torch.utils.data.Dataset):
         pandas.DataFrame(ROWS, index=[7, 3]),
         pyarrow.Table.from_pylist(ROWS),
         Polars(["prompt", "answer"]),
-        MapStyle(),
     ],
     ids=lambda dataset: type(dataset).__name__,
 )
@@ -106,7 +97,6 @@ def test_a_column_that_a_row_lacks_is_left_to_the_default_of_the_parameter():
     "function, expected",
     [
         *[(function, [1.0, 0.0]) for function in (waits, Judge(), of_all)],
-        (with_default, [10.0, 10.0]),
         (partial(with_default, bonus=1), [5.0, 5.0]),
     ],
 )
@@ -142,10 +132,8 @@ def test_several_rewards_are_summed_by_weight_and_each_is_kept(play, kind, weigh
     [
         ([exact, short], [1], r"weights=\[1\]: .* as many .* functions, \['exact', 'short'\]"),
         ([exact, short], [1, math.nan], r"weights=\[1, nan\]"),
-        ([exact, short], [1, "2"], r"weights=\[1, '2'\]"),
         ([short, short], None, r"\['short', 'short'\]; give each a name of its own"),
         ([exact, reward], None, "and none 'reward'"),  # their sum has that name
-        ([], None, r"reward_fn=\[\]"),
         ([exact, "short"], None, r"'short'\] is no function"),
         (lambda completions, **row: 1, None, "'completions', .* mean 'completion'"),
         (lambda answer, /: 1, None, "'answer', which is no column that can be passed by its name"),
@@ -156,7 +144,7 @@ def test_functions_and_weights_that_do_not_fit_are_one_line(functions, weights, 
         env_from(ROWS, functions, weights=weights)
 
 
-@pytest.mark.parametrize("value", [None, "1.0", math.nan, [1.0], torch.ones(2), 10**400])
+@pytest.mark.parametrize("value", [None, "1.0", math.nan, torch.ones(2), 10**400])
 def test_what_is_no_number_costs_the_rollout(value):
     with pytest.raises(ValueError, match=r"function '.*' returned .*, which is no finite number"):
         scores(env_from(["p"], lambda completion: value))
@@ -192,7 +180,6 @@ def test_evaluations_may_have_rows_of_their_own():
         ([], "dataset is empty"),
         (pandas.DataFrame({"question": ["a"]}), "row 0 has no column 'prompt', only 'question'"),
         ([{"prompt": "a", "anwser": 1}], "did you mean 'anwser'"),
-        ([ROWS[0], {"prompt": "b"}], "'answer', which is no column"),
         ([{"prompt": 3, "answer": ""}], "row 0: prompt=3"),
         ([{"prompt": "", "answer": ""}], "row 0: the prompt is empty"),
         ([{"prompt": [CHAT[0] | {"role": "system"}], "answer": ""}], "row 0: .*leave system_pro"),

@@ -339,7 +339,7 @@ def test_a_step_on_an_environment_of_v1_trains_exactly_what_was_sampled(
         assert row["num_turns"] == (3 if name == "a user" else 1)
 
 
-SHAPES = ("kuhn_like", "glossary_like", "scratchpad_like", "code_golf_like", "proposer_like")
+SHAPES = ("kuhn_like", "glossary_like", "proposer_like")
 
 
 def test_environments_as_their_authors_publish_them_train_from_a_toml(
@@ -348,8 +348,8 @@ def test_environments_as_their_authors_publish_them_train_from_a_toml(
     toml = tmp_path / "rl.toml"
     tables = [f'[[env]]\ntaskset = {{ id = "{name}" }}' for name in SHAPES]
     toml.write_text("\n".join([f'model = "{model_folder}"', *tables]))
-    # Ten groups a step, of each environment two, as far as the sequence deals them so.
-    options = {"batch_size": 20, "rollouts_per_example": 2, "eval_examples": 1, "max_tokens": 60}
+    # Six groups a step, of each environment two, as far as the sequence deals them so.
+    options = {"batch_size": 12, "rollouts_per_example": 2, "eval_examples": 1, "max_tokens": 60}
     trainer = RLTrainer(
         str(model_folder), load_run_config(toml).load_envs(), make_args(server, tmp_path, **options)
     )
@@ -360,7 +360,5 @@ def test_environments_as_their_authors_publish_them_train_from_a_toml(
         assert row["error_share"] == 0, row
         assert all(row[f"{name}/group_share"] >= 0.1 for name in SHAPES)
         assert row["kuhn_like/player0/reward"] == -row["kuhn_like/player1/reward"]
-        assert row["scratchpad_like/lost_calls"] == 0 and row["code_golf_like/ran"] == 1
         assert row["proposer_like/proposer/reward"] == -row["proposer_like/solver/reward"]
     assert max(row["glossary_like/num_turns"] for row in rows) > 1  # the tool was called
-    assert max(row["scratchpad_like/called"] for row in rows) > 0

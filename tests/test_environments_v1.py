@@ -5,7 +5,6 @@ import base64
 import copy
 import io
 import json
-import math
 import os
 import resource
 import time
@@ -24,11 +23,17 @@ from tests.serving import chat_reply, serving
 from verifiers_rl import RLConfig, WeightedEnv, env_from
 from verifiers_rl.advantages import center_on_group_mean, of_rewards, set_advantages
 from verifiers_rl.data import GroupFilter
-from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
+from verifiers_rl.envs.base import (
+    InvalidEnvironmentError,
+    RunnerOptions,
+    Turn,
+    samples_from_turns,
+)
 from verifiers_rl.envs.make import make_runner
-from verifiers_rl.envs.v1 import V1Environment, samples_from_trace
-from verifiers_rl.envs.v1_client import AssistantMessage
+from verifiers_rl.envs.v1 import V1Environment, turns_of_trace
+from verifiers_rl.envs.v1_client import Said
 from verifiers_rl.envs.v1_loading import load_v1_environment
+from verifiers_rl.inference import ChatReply
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.inference.packed_tokens import pack_sampled, unpack_ids
 from verifiers_rl.inference.rollout_client import ServerClient
@@ -309,12 +314,6 @@ def test_turns_with_a_user_are_one_sample_though_the_template_drops_thinking(pla
     assert sample.extras["routed_experts"].tolist() == [[[turn, turn]] for turn in turns]
 
 
-def test_an_empty_reply_is_trained_on(play, tokenizer):
-    (rollout,), requests = play("", with_user())
-    assert rollout.num_turns == 3 and len(rollout.samples) == 1
-    assert [tokens for _, tokens in requests] == [[tokenizer.eos_token_id]] * 3
-
-
 @pytest.mark.parametrize("text, num_samples", [("x?yx?", 1), ("<think>hm", 1), ("</think>", 3)])
 def test_after_a_cut_reply_the_prompt_is_rendered_anew(play, tokenizer, text, num_samples):
     """The template then ends the reply, or rewrites it, which starts a sample."""
@@ -339,9 +338,7 @@ def test_environment_tokens_can_be_trained_too(play):
     (sample,) = rollout.samples
     first_prompt = len(requests[0][0]["tokens"])
     assert not any(sample.loss_mask[:first_prompt]) and all(sample.loss_mask[first_prompt:])
-    between = sample.policy_versions[first_prompt:] == -1
-    assert np.isnan(sample.inference_logprobs[first_prompt:]).tolist() == between.tolist()
-    assert any(between)
+    assert any(sample.policy_versions[first_prompt:] == -1)
 
 
 def test_a_reply_that_the_environment_replaced_is_trained_as_it_was_sampled(
@@ -367,11 +364,9 @@ def test_a_reply_that_the_environment_replaced_is_trained_as_it_was_sampled(
     assert rollout.metrics["guarded"] == -200.0
     assert "I must not say that." in rollout.completion and "bad" not in rollout.completion
     trained = [tokenizer.decode(s.token_ids[s.loss_mask]) for s in rollout.samples]
-    assert len(trained) == 3 and not any("must" in text for text in trained)
-    for sample in rollout.samples:
-        text = tokenizer.decode(sample.token_ids)
-        if "good" in text:
-            assert "I must not say that." in text and "so bad" not in text
+    assert trained == ["so bad<|end|>", "good<|end|>bad again<|end|>"]
+    text = tokenizer.decode(rollout.samples[1].token_ids)
+    assert "I must not say that." in text and "so bad" not in text
 
 
 def test_a_sequence_ends_at_max_seq_len(play):
@@ -408,29 +403,31 @@ def test_a_group_passes_the_filter_if_one_role_does(other_reward, passes):
 
 
 def test_branches_share_their_tokens_and_train_them_once():
-    def node(prompt, sampled, logprob, versions=None):
-        return vf.MessageNode.model_construct(
-            message=AssistantMessage(content="x", policy_versions=versions), sampled=True,
-            mask=np.array([False] * len(prompt) + [True] * len(sampled)),
-            token_ids=prompt + sampled, logprobs=[logprob] * len(sampled),
-        )  # fmt: skip
+    def turn(prompt, sampled, logprob, versions=None):
+        reply = ChatReply({}, versions)
+        asked = SimpleNamespace(prompt=[None])
+        return Said(asked, object(), Turn(prompt, sampled, [logprob] * len(sampled), reply))
 
-    nodes = [node([1], [2, 3], -0.1, [(0, 4), (1, 5)]), node([4], [5], -0.2), node([6], [7], -0.3)]
-    branches = [vf.Branch(index=at, nodes=[nodes[0], nodes[1 + at]]) for at in range(2)]
+    said = [
+        turn([1], [2, 3], -0.1, [(0, 4), (1, 5)]),
+        turn([1, 2, 3, 4], [5], -0.2),
+        turn([1, 2, 3, 6], [7], -0.3),
+        turn([1, 2, 3, 4, 5], [8], -0.4),
+    ]
+    nodes = [vf.MessageNode.model_construct(message=one.message) for one in said]
+    paths = nodes[:2] + nodes[3:], [nodes[0], nodes[2]]
+    branches = [vf.Branch.model_construct(nodes=path) for path in paths]
     trace = SimpleNamespace(nodes=nodes, branches=branches)
-    first, second = samples_from_trace(trace, 9)
-    logprobs, in_loss = [0.0, -0.1, -0.1, 0.0, -0.2], [False, True, True, False, True]
-    expected = Sample([1, 2, 3, 4, 5], in_loss, logprobs, [-1, 4, 5, -1, 9])
+    first, second = samples_from_turns(turns_of_trace(trace, said), 9)
+    logprobs = [0.0, -0.1, -0.1, 0.0, -0.2, -0.4]
+    in_loss = [False, True, True, False, True, True]
+    expected = Sample([1, 2, 3, 4, 5, 8], in_loss, logprobs, [-1, 4, 5, -1, 9, 9])
     assert values_of(first) == values_of(expected)
     assert second.token_ids.tolist() == [1, 2, 3, 6, 7]
     assert second.loss_mask.tolist() == [False] * 4 + [True]
     assert second.policy_versions.tolist() == [-1] * 4 + [9]
     branches[1].trainable = False  # an attempt at a compaction
-    assert len(samples_from_trace(trace, 9)) == 1
-    for logprobs, said in (([math.nan], "NaN or infinite"), ([], "1 sampled tokens but 0 logp")):
-        nodes[1].logprobs = logprobs
-        with pytest.raises(ValueError, match=said):
-            samples_from_trace(trace, 9)
+    assert len(samples_from_turns(turns_of_trace(trace, said), 9)) == 1
 
 
 # --- What is asked of the server ------------------------------------------------------------------
@@ -478,7 +475,6 @@ def test_a_template_gets_the_arguments_of_the_run_and_of_the_agent(play, tokeniz
 @pytest.mark.parametrize(
     "sampling, beginning",
     [
-        ({"reasoning_effort": "low"}, "low True"),
         ({"reasoning_effort": "none"}, "none False"),
         ({"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": 0}}, "low 0"),
     ],

@@ -145,13 +145,6 @@ def test_evaluations_of_a_stream_may_have_a_taskset_of_their_own():
     assert prompts(runner, range(2)) == ["task 0", "task 1"]
 
 
-def test_streams_and_lists_mix_by_weight():
-    drawn = order_examples(range(40), sizes=[ENDLESS, 4, ENDLESS], weights=[1, 2, 1])
-    for first in (0, ENDLESS + 4):  # a stream's tasks, each once and in its order
-        own = [index - first for index in drawn if first <= index < first + ENDLESS]
-        assert own == [*range(len(own))] and 8 <= len(own) <= 12
-
-
 def test_a_stream_keeps_few_tasks_in_memory_and_makes_each_once():
     made = []
 

@@ -51,15 +51,6 @@ def test_turns_that_extend_the_tokens_merge_and_tokens_carry_what_sampled_them()
     assert trained.policy_versions.tolist() == sample.policy_versions.tolist()
 
 
-def test_a_turn_that_rewrites_the_past_starts_a_new_sample():
-    steps = [turn([1], [2, 3]), turn([1, 2, 9], [4]), turn([1, 2, 9, 4], [5])]
-    first, second = samples_from_turns(steps, 0)
-    assert (first.token_ids.tolist(), second.token_ids.tolist()) == ([1, 2, 3], [1, 2, 9, 4, 5])
-    # Each sampled token is trained exactly once.
-    assert first.token_ids[first.loss_mask].tolist() == [2, 3]
-    assert second.token_ids[second.loss_mask].tolist() == [4, 5]
-
-
 @pytest.mark.parametrize(
     "step, message",
     [
@@ -250,10 +241,9 @@ def test_a_client_type_that_cannot_be_is_refused(client_type, template, said):
     [
         (KeyError("no such key"), "no such key"),  # verifiers would score 0
         (math.nan, "reward is nan"),
-        (1e300, r"reward is 1e+300"),
         *(
             (error, f"code of the environment raised {error!r}")
-            for error in (SystemExit(3), asyncio.CancelledError(), GeneratorExit())
+            for error in (SystemExit(3), asyncio.CancelledError())
         ),
     ],
 )

@@ -285,9 +285,7 @@ class Distillation:
         """Return the privileged tokens that the teacher of "opsd" reads: a system message of its
         own, in front of all tokens of the rollout, which stay as they are.
         """
-        fields = dict(await self._example("train", index))
-        for key in ("task", "data", "row", "info"):  # where kinds of environments pack them
-            fields |= inner if isinstance(inner := fields.get(key), dict) else {}
+        fields = await self._example("train", index)
         try:
             message = {"role": "system", "content": self.hint.format_map(fields)}
             template = self._options.chat_template_kwargs

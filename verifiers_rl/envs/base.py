@@ -21,15 +21,16 @@ import pickletools
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import starmap
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from pydantic import ValidationError
+import pydantic.dataclasses
 
 from verifiers_rl.envs.records import versions_of_reply
 from verifiers_rl.inference import allowed_tokens
-from verifiers_rl.option_rules import PositiveInt, PositiveNumber, checkers, problem_of
+from verifiers_rl.option_rules import STRICT, PositiveInt, PositiveNumber
 from verifiers_rl.types import (
     ALLOWED_TOKENS,
     LARGEST_REWARD,
@@ -124,43 +125,38 @@ def module_name(env_id: str) -> str:
     return env_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
 
 
-def check_logprobs(logprobs: Any) -> None:
-    """Refuse logprobs of sampled tokens that are no numbers. NaN would mean that no policy sampled
-    them, see `Sample`.
+class Turn(NamedTuple):
+    """A model call of a rollout, as tokens.
 
-    Raises:
-        ValueError: one is NaN or infinite.
+    Attributes:
+        prompt_ids: all tokens before the reply.
+        token_ids, logprobs: of the tokens that were sampled.
+        reply: the `ChatReply`, which says more of them.
+        advantages: what the environment has given to each of them; None: nothing.
     """
-    if not np.isfinite(np.asarray(logprobs, np.float32)).all():
-        raise ValueError(
-            "the server's logprob of a sampled token is NaN or infinite: its logits overflow; use "
-            "another dtype there"
-        )
 
-
-def versions_of_tokens(spans: Sequence[tuple[int, int]], num_tokens: int) -> np.ndarray:
-    """Return the policy version of each token, (num_tokens,) int32, from (first token, version)
-    pairs in order.
-    """
-    starts, versions = np.array(spans, np.int32).reshape(-1, 2).T
-    return np.repeat(versions, np.diff(starts, append=num_tokens))
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    reply: Any
+    advantages: list[float] | None = None
 
 
 def samples_from_turns(
-    turns: Iterable[tuple[list[int], list[int], list[float], Any]],
+    turns: Iterable[tuple[Any, ...]],
     policy_version: int,
     mask_env_responses: bool = True,
 ) -> list[Sample]:
     """Merge the turns of one rollout into as few samples as stay token-exact.
 
-    If the prompt of a turn begins with all tokens so far, the turn continues the sample, and the
-    tokens that the environment added between are appended without loss. Otherwise (a template that
-    drops thinking, a compaction) the turn starts a new sample. So every sampled token is in exactly
-    one sample, after exactly the tokens that were its context when it was sampled.
+    If the prompt of a turn begins with all tokens of a sample so far, the turn continues it, and
+    the tokens that the environment added between are appended without loss. Otherwise (a template
+    that drops thinking, a compaction, a second conversation) the turn starts a new sample. So every
+    sampled token is in the loss of exactly one sample, after exactly the tokens that were its
+    context when it was sampled.
 
     Args:
-        turns: of each, the tokens of its prompt, those that were sampled and their logprobs, and
-            the `ChatReply`, which may have more tokens.
+        turns: the `Turn`s in their order.
         policy_version: version for replies that say none.
         mask_env_responses: leave tokens that the environment put between turns out of the loss.
 
@@ -168,29 +164,34 @@ def samples_from_turns(
         ValueError: the numbers of a turn's tokens and logprobs differ, or a logprob is no number.
     """
     chains: list[Any] = []  # for each sample, a list for each of its columns
-    so_far: list[int] = []
-    for turn, (prompt, sampled, new_logprobs, reply) in enumerate(turns):
+    for number, (prompt, sampled, new_logprobs, reply, given) in enumerate(starmap(Turn, turns)):
         num = len(sampled)
         if num != len(new_logprobs):
-            raise ValueError(f"turn {turn}: {num} tokens but {len(new_logprobs)} logprobs")
-        check_logprobs(new_logprobs)
-        is_first = not chains or prompt[: len(so_far)] != so_far
-        if is_first:
-            chains.append([[] for _ in range(6)])
-        token_ids, in_loss, logprobs, versions, masks, experts = chains[-1]
+            raise ValueError(f"turn {number}: {num} tokens but {len(new_logprobs)} logprobs")
+        # NaN would mean that no policy sampled the token, see below.
+        if not np.isfinite(np.asarray(new_logprobs, np.float32)).all():
+            raise ValueError(
+                "the server's logprob of a sampled token is NaN or infinite: its logits overflow; "
+                "use another dtype there"
+            )
+        chain = next((one for one in reversed(chains) if prompt[: len(one[0])] == one[0]), None)
+        trains_added = not (chain is None or mask_env_responses)
+        if chain is None:
+            chains.append(chain := [[] for _ in range(7)])
+        token_ids, in_loss, logprobs, versions, advantages, masks, experts = chain
         num_added = len(prompt) - len(token_ids)
-        trains_added = not (is_first or mask_env_responses)
-        token_ids[:] = so_far = [*prompt, *sampled]
+        token_ids[:] = [*prompt, *sampled]
         in_loss += [trains_added] * num_added + [True] * num
         # NaN: no policy sampled these. The trainer's logprob is used, so ratio 1.
         logprobs += [math.nan if trains_added else 0.0] * num_added + list(new_logprobs)
-        spans = versions_of_reply(reply, policy_version)
-        versions += [-1] * num_added + versions_of_tokens(spans, num).tolist()
+        starts, own = np.array(versions_of_reply(reply, policy_version), np.int32).T
+        versions += [-1] * num_added + np.repeat(own, np.diff(starts, append=num)).tolist()
+        advantages += [0.0] * num_added + (given or [0.0] * num)
         allowed = allowed_tokens(*reply.mask) if reply.mask else None
         masks += [(num_added, None), (num, allowed)]
         if reply.experts is not None:  # of the tokens before, too: the first time sampled them
-            own = reply.experts[sum(num for num, _ in experts) : len(token_ids)]
-            experts.append((len(own), own))
+            new = reply.experts[sum(num for num, _ in experts) : len(token_ids)]
+            experts.append((len(new), new))
     samples = []
     for *columns, masks, experts in chains:
         samples.append(sample := Sample(*columns))
@@ -255,7 +256,7 @@ class RunnerOptions:
         return f"prompts that fill max_seq_len={self.max_seq_len} (raise it, or set max_prompt_len)"
 
 
-@dataclass
+@pydantic.dataclasses.dataclass(config=STRICT)
 class WeightedEnv:
     """One of several environments to train on.
 
@@ -275,6 +276,9 @@ class WeightedEnv:
         python: interpreter of its rollout workers, such as "venv/bin/python"; there a classic
             environment finds verifiers 0.3. "": the one of this process.
         folders: where modules for `python` are, beside those that are installed for it.
+
+    Raises:
+        pydantic.ValidationError: a value cannot work.
     """
 
     env: Any
@@ -288,15 +292,8 @@ class WeightedEnv:
     folders: Sequence[str | Path] = ()
 
     def __post_init__(self) -> None:
-        kind: Any = type(self)
-        for name, checker in checkers(kind).items():
-            try:
-                checker.validate_python(value := getattr(self, name))
-            except ValidationError as error:
-                problem = f"{name}={value!r}: {problem_of(error)}"
-                raise InvalidEnvironmentError(f"environment {self.name!r}: {problem}") from error
         if self.scorer is not None and self.only == "eval":
-            raise InvalidEnvironmentError(
+            raise ValueError(
                 f"environment {self.name!r}: a scorer, such as a teacher, has no effect beside "
                 "only='eval'; remove one of the two"
             )

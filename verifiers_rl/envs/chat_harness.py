@@ -17,7 +17,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import aiohttp
 from aiohttp import web
@@ -155,10 +154,6 @@ class _ChatSession(HarnessSession):
         await self.tools.aclose()
 
 
-# Requests must have a protocol. One for each server does, because it is never connected.
-_protocols: WeakKeyDictionary[web.Server, web.RequestHandler] = WeakKeyDictionary()
-
-
 def reply_of(status: int, body: bytes) -> Any:
     """Return the JSON of a reply.
 
@@ -192,9 +187,7 @@ def post_in_memory(runner: web.AppRunner, secret: str) -> Post:
         secret: the rollout's.
     """
     server: Any = runner.server
-    if server not in _protocols:
-        _protocols[server] = server()
-    protocol = _protocols[server]
+    protocol = server()  # requests must have one; it is never connected
     headers = CIMultiDict({"Authorization": f"Bearer {secret}", "Content-Type": "application/json"})
     fixed = CIMultiDictProxy(headers), (), False, None, False, False
 

@@ -290,8 +290,6 @@ def examples_of(dataset: Any, name: str) -> list[Mapping[str, Any]]:
         records = dataset.to_dicts()
     elif hasattr(dataset, "iterrows"):  # of pandas
         records = dataset.to_dict("records")
-    elif not hasattr(dataset, "__iter__"):  # of torch
-        records = [dataset[number] for number in range(len(dataset))]
     rows = [{"prompt": row} if isinstance(row, str) else row for row in records]
     if not rows:
         raise InvalidEnvironmentError(f"env_from: {name} is empty")

@@ -79,14 +79,11 @@ class PlayedEnvironment(V1Environment):
             row = {"prompt": prompt, "completion": completion}
         if tools := trace.tools:
             # As text: a parameter may have the default null, and a row's keys of null are left out.
-            row["tools"] = json.dumps([_tool(tool) for tool in tools])
+            fields = {"name", "description", "parameters"}
+            functions = [tool.model_dump(include=fields) for tool in tools]
+            row["tools"] = json.dumps([{"type": "function", "function": f} for f in functions])
         if self._template:
             row["chat_template_kwargs"] = self._template
         row |= {"reward": finite_reward(trace.reward), "environment": self.name}
         row |= {"agent": trace.agent.name, "example": number, "model": self._context.model}
         return row, is_cut(trace)
-
-
-def _tool(tool: vf.Tool) -> dict[str, Any]:
-    function = tool.model_dump(include={"name", "description", "parameters"})
-    return {"type": "function", "function": function}

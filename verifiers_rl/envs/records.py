@@ -7,46 +7,46 @@ has them, so `vf-sft` reads them too. Times are in seconds since `begun_at`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from verifiers_rl.json_text import as_json
 
 
-def versions_of_reply(message: Any, policy_version: int) -> list[tuple[int, int]]:
-    """Return the (first token, policy version) pairs of a reply; of this version if the server did
-    not say which policy sampled it.
+def versions_of_reply(reply: Any, policy_version: int) -> list[tuple[int, int]]:
+    """Return the (first token, policy version) pairs of a `ChatReply`; of this version if the
+    server did not say which policy sampled it.
     """
-    return getattr(message, "policy_versions", None) or [(0, policy_version)]
+    return reply.policy_versions or [(0, policy_version)]
 
 
-def record_of_trace(trace: Any, policy_version: int) -> bytes:
+def record_of_trace(trace: Any, said: Iterable[Any], policy_version: int) -> bytes:
     """Return the record of a `verifiers.v1.Trace`, also of one that failed on its way.
 
     Args:
+        said: what the policy has said in it, see `v1_client.Said`.
         policy_version: version of replies that do not say which policy sampled them.
     """
     begin = trace.timing.start
     branches = [branch.nodes for branch in trace.branches]
     nodes = branches.pop() if branches else []
     place_of = {id(node): place for place, node in enumerate(nodes)}
-    num_tokens: list[int] = []  # of each node and of those before it on its path
-    for node in trace.nodes:
-        num_before = 0 if node.parent is None else num_tokens[node.parent]
-        num_tokens.append(num_before + len(node.token_ids))
+    tokens_of = {id(one.message): one.turn for one in said}
     turns = []
     for call in trace.calls:
         if call.node is None:
             continue
         node = trace.nodes[call.node]
+        if (turn := tokens_of.get(id(node.message))) is None:
+            continue  # what the environment said in the place of a reply
         turns.append(
             {
                 "message": place_of.get(id(node)),
                 "begin_s": call.time.start - begin if call.time.start else None,
                 "end_s": call.time.end - begin if call.time.end else None,
-                "num_prompt_tokens": num_tokens[call.node] - len(node.logprobs),
-                "num_sampled_tokens": len(node.logprobs),
-                "policy_version": versions_of_reply(node.message, policy_version)[-1][1],
+                "num_prompt_tokens": len(turn.prompt_ids),
+                "num_sampled_tokens": len(turn.token_ids),
+                "policy_version": versions_of_reply(turn.reply, policy_version)[-1][1],
                 "finish_reason": call.finish_reason,
             }
         )

@@ -119,11 +119,6 @@ class LocalUrl(str):
     toolset: Any
     shared: LocalServer | None = None
 
-    def __new__(cls, toolset: Any) -> LocalUrl:
-        url = super().__new__(cls, f"in-process:{type(toolset).__name__}")
-        url.toolset = toolset
-        return url
-
 
 @functools.lru_cache(64)
 def _needs_server(cls: Any) -> bool:
@@ -163,10 +158,11 @@ def runs_here(toolset: Any) -> bool:
 
 def with_local_urls(owner: Any) -> Any:
     """Return a copy of a task or a taskset whose toolsets have `LocalUrl`s."""
-
     toolsets = [*map(copy.copy, owner.toolsets(owner.config))]
     for toolset in filter(runs_here, toolsets):
-        toolset.config = toolset.config.model_copy(update={"url": LocalUrl(copy.copy(toolset))})
+        url = LocalUrl(f"in-process:{type(toolset).__name__}")
+        url.toolset = copy.copy(toolset)
+        toolset.config = toolset.config.model_copy(update={"url": url})
     seen = copy.copy(owner)
     seen.toolsets = lambda config: toolsets  # hides the class's
     return seen

@@ -2,8 +2,7 @@
 
     episode            agents play a task; each leaves a trace of what it did
     trace              one rollout, if its agent is trained: a graph of messages
-    branch             one sample: a path from the graph's root to a leaf, its tokens one after the
-                       other; each sampled token is in the loss once
+    turn               one model call, as tokens; those that extend each other are one sample
 
 Agents send model calls to verifiers' interception endpoint in this process. `v1_client.TokenClient`
 passes them on to `vf-vllm` as tokens: the tokens so far unchanged, and those of new messages from
@@ -15,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -31,14 +29,14 @@ from verifiers_rl.envs.base import (
     InvalidEnvironmentError,
     NotPortableError,
     RunnerOptions,
+    Turn,
     add_folders,
-    check_logprobs,
     finite_reward,
     pickle_for_worker,
-    versions_of_tokens,
+    samples_from_turns,
 )
 from verifiers_rl.envs.chat_harness import first_messages
-from verifiers_rl.envs.records import record_of_trace, text_of, versions_of_reply
+from verifiers_rl.envs.records import record_of_trace, text_of
 from verifiers_rl.envs.rendering import Renderer, as_vllm_renders
 from verifiers_rl.envs.tools import open_shared, with_local_urls
 from verifiers_rl.envs.v1_client import Said, TokenClientConfig
@@ -51,11 +49,11 @@ from verifiers_rl.envs.v1_loading import (
     with_local_chat,
     without_tasks,
 )
-from verifiers_rl.inference import RolloutSession, allowed_tokens
+from verifiers_rl.inference import RolloutSession
 from verifiers_rl.process.limits import FILES_OF_ROLLOUT, raise_open_files
 from verifiers_rl.process.loop_thread import call_on_thread, gather_or_cancel, run_contained
 from verifiers_rl.requests import GroupRequest
-from verifiers_rl.types import ALLOWED_TOKENS, LOAD_S, ROUTED_EXPERTS, Rollout, Sample, Split
+from verifiers_rl.types import LOAD_S, Rollout, Split
 
 logger = logging.getLogger(__name__)
 
@@ -271,13 +269,14 @@ class V1Environment:
                 client.check(trace, is_trained=request.split == "train")
             masks_env = self.options.mask_env_responses
             return [
-                rollout_of_trace(trace, version, masks_env, client.said_in(trace))
+                rollout_of_trace(trace, client.said_in(trace), version, masks_env)
                 for trace in traces
             ]
         except Exception as error:  # whatever the environment's own code raises
             failed = Rollout(0, task.data.prompt_text, error=error)
             if slot.traces:
-                failed.record = record_of_trace(slot.traces[-1], version)
+                trace = slot.traces[-1]
+                failed.record = record_of_trace(trace, client.said_in(trace), version)
             return [failed]
 
     def slot_of(self, task: vf.Task) -> Any:
@@ -325,10 +324,7 @@ def trained_traces(episode: vf.Episode) -> list[vf.Trace]:
 
 
 def rollout_of_trace(
-    trace: Any,
-    policy_version: int,
-    mask_env_responses: bool = True,
-    said: Sequence[Said] = (),
+    trace: Any, said: Sequence[Said], policy_version: int, mask_env_responses: bool
 ) -> Rollout:
     """Make the rollout of a trace whose agent's tokens are trained.
 
@@ -356,30 +352,33 @@ def rollout_of_trace(
         num_turns=trace.num_turns,
         is_truncated=is_cut(trace),
         generation_s=trace.timing.agent.duration,
-        record=record_of_trace(trace, policy_version),
+        record=record_of_trace(trace, said, policy_version),
     )
-    restore_replaced(trace, said)  # after the record, because people read what was answered
-    rollout.samples = samples_from_trace(trace, policy_version, mask_env_responses)
-    trained = [branch for branch in trace.branches if branch.trainable]
-    rollout.has_own_advantages = any(branch.advantages is not None for branch in trained)
-    if rollout.has_own_advantages and rollout.samples:
+    turns = [*turns_of_trace(trace, said)]
+    rollout.samples = samples_from_turns(turns, policy_version, mask_env_responses)
+    rollout.has_own_advantages = any(turn.advantages is not None for turn in turns)
+    if rollout.has_own_advantages:
         rollout.set_advantage(np.concatenate([s.advantages for s in rollout.samples]))
     return rollout
 
 
-def restore_replaced(trace: Any, said: Sequence[Said]) -> None:
-    """Add to a trace, as branches, the replies in whose place the environment has put others.
+def turns_of_trace(trace: Any, said: Sequence[Said]) -> Iterator[Turn]:
+    """Yield the turns to train on, with the advantages that the environment gave to their tokens.
+    These are the replies that the trace has, and those in whose place it has others. A reply that
+    came when the rollout had ended is none, nor is a compaction that the harness gave up.
 
     Args:
         said: see `rollout_of_trace`.
     """
-    # What they answered. A reply that came when the rollout had ended has none in its place.
-    replaced = [node.parent for node in trace.nodes if node.sampled and not len(node.token_ids)]
+    branches = [branch.nodes for branch in trace.branches if branch.trainable]
+    nodes = {id(node.message): node for nodes in branches for node in nodes}
+    replaced = [node.parent for node in trace.nodes if node.sampled and not node.token_ids]
     answered = [trace.nodes[parent].message for parent in replaced]
-    kept = {id(node.message) for node in trace.nodes if answered}
-    for turn, response in said if answered else ():
-        if id(response.message) not in kept and turn.prompt[-1] in answered:
-            turn.commit(response)
+    for asked, message, turn in said:
+        if node := nodes.get(id(message)):
+            yield turn._replace(advantages=node.advantages)
+        elif asked.prompt[-1] in answered:
+            yield turn
 
 
 def is_cut(trace: Any) -> bool:
@@ -388,57 +387,3 @@ def is_cut(trace: Any) -> bool:
     """
     is_long = any(call.finish_reason == "length" for call in trace.calls)
     return is_long or trace.stop_condition == "context_length"
-
-
-def samples_from_trace(
-    trace: Any, policy_version: int, mask_env_responses: bool = True
-) -> list[Sample]:
-    """Return one sample for each branch that has tokens for the loss. Tokens that branches share
-    are in the loss of the first branch only. Advantages that the environment gave to the tokens of
-    a branch become those of its sample.
-
-    Args:
-        trace: a `verifiers.v1.Trace`.
-        policy_version, mask_env_responses: see `rollout_of_trace`.
-
-    Raises:
-        ValueError: the logprobs of a reply are no numbers, or not as many as its tokens.
-    """
-    trained: set[int] = set()  # nodes, by id
-    samples = []
-    for branch in trace.branches:
-        if not branch.trainable:
-            continue  # a compaction attempt that the harness gave up
-        versions = [np.zeros(0, np.int32)]  # of each reply's tokens
-        num_shared = 0  # tokens at the beginning
-        for node in branch.nodes:
-            num_sampled = int(np.count_nonzero(node.mask))
-            if len(node.logprobs) != num_sampled:
-                raise ValueError(f"{num_sampled} sampled tokens but {len(node.logprobs)} logprobs")
-            spans = versions_of_reply(node.message, policy_version)
-            versions.append(versions_of_tokens(spans, num_sampled))
-            num_shared += len(node.token_ids) if id(node) in trained else 0
-        trained |= {*map(id, branch.nodes)}
-        in_loss = is_sampled = np.array(branch.sampled_mask, bool)
-        logprobs = np.array(branch.logprobs, np.float32)
-        check_logprobs(logprobs)
-        of_tokens = np.full(len(is_sampled), -1, np.int32)
-        of_tokens[is_sampled] = np.concatenate(versions)
-        if not mask_env_responses:
-            is_between = ~is_sampled & np.logical_or.accumulate(is_sampled)
-            in_loss = is_sampled | is_between
-            # NaN: no policy sampled these. The loss uses the trainer's logprob, so ratio 1.
-            logprobs[is_between] = math.nan
-        in_loss[:num_shared], of_tokens[:num_shared] = False, -1
-        if not in_loss.any():
-            continue
-        sample = Sample(branch.token_ids, in_loss, logprobs, of_tokens)
-        if (mask := branch.sampling_mask) is not None:
-            sample.extras[ALLOWED_TOKENS] = allowed_tokens(mask.counts, mask.ids)
-        if (experts := branch.routed_experts) is not None:
-            sample.extras[ROUTED_EXPERTS] = experts = experts.astype(np.int16)
-            experts[-1] = -1  # no step has computed the last token
-        if branch.advantages is not None:
-            sample.set_advantage(branch.advantages)
-        samples.append(sample)
-    return samples

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import logging
-from base64 import b64encode
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import openai
 import verifiers.v1 as vf
-from pydantic import Field, PrivateAttr
+from pydantic import PrivateAttr
 from verifiers.v1.dialects import Dialect
 from verifiers.v1.dialects.chat import ChatDialect
 from verifiers.v1.errors import ProviderError
 from verifiers.v1.graph import PendingTurn
-from verifiers.v1.types import SamplingMask
 
+from verifiers_rl.envs.base import Turn
 from verifiers_rl.envs.chat_harness import IN_PROCESS
-from verifiers_rl.inference import ChatReply, RolloutSession, ServerClient
+from verifiers_rl.inference import RolloutSession, ServerClient
 
 if TYPE_CHECKING:
     from verifiers_rl.envs.v1 import V1Environment
@@ -34,16 +33,12 @@ CONTEXT = "context length"  # by these words, harnesses recognize a prompt that 
 _NEUTRAL: tuple[Any, ...] = (None, 0, {}, [], "auto", "none", {"type": "text"})
 
 
-def biased_options(request: Mapping[str, Any], of_run: Mapping[str, Any]) -> list[str]:
-    """Return the options by which a request's tokens come from another distribution than the
-    trainer's. Options equal to the run's are left out: `make_runner` warned of them.
-    """
-    names = _OTHERS if of_run.get("sampling_mask") else _OTHERS | _OF_MASK
-    given = [(name, request[name]) for name in names & request.keys()]
-    return [name for name, value in given if value not in (*_NEUTRAL, of_run.get(name))]
+class Said(NamedTuple):
+    """A reply of the policy: what it was asked, its message in the trace, and its tokens."""
 
-
-Said = tuple[PendingTurn, vf.Response]  # a reply of the policy, and what it was asked
+    asked: PendingTurn
+    message: vf.AssistantMessage
+    turn: Turn
 
 
 class TokenClientConfig(vf.TrainClientConfig):
@@ -51,9 +46,9 @@ class TokenClientConfig(vf.TrainClientConfig):
     what its tokens depend on. verifiers takes them for equal, so they share one `TokenClient`.
     """
 
-    _runner: V1Environment = PrivateAttr()
-    _sampling: dict[str, Any] = PrivateAttr()  # options of the run, without extra_body
-    _session: RolloutSession = PrivateAttr()
+    _runner: V1Environment
+    _sampling: dict[str, Any]  # options of the run, without extra_body
+    _session: RolloutSession
     _said: dict[str, list[Said]] = PrivateAttr(default_factory=dict)  # by the id of its trace
 
     @classmethod
@@ -67,14 +62,18 @@ class TokenClientConfig(vf.TrainClientConfig):
         return client
 
     def warn_of_bias(self, agent: str, request: Mapping[str, Any]) -> None:
-        """Warn once for each agent and option by which importance ratios are off."""
-        for name in biased_options(request, self._sampling):
-            if (agent, name) not in self._runner.warned:
-                self._runner.warned.add((agent, name))
+        """Warn once for each agent and option by which a request's tokens come from another
+        distribution than the trainer's. `make_runner` warned of options equal to the run's.
+        """
+        names = _OTHERS if self._sampling.get("sampling_mask") else _OTHERS | _OF_MASK
+        for name in names & request.keys():
+            value, warned = request[name], self._runner.warned
+            if (agent, name) not in warned and value not in (*_NEUTRAL, self._sampling.get(name)):
+                warned.add((agent, name))
                 logger.warning(
                     "environment %r: the agent %r samples with %s=%r, from another distribution "
                     "than the trainer's softmax; importance ratios will be off, watch mismatch_kl",
-                    *(self._runner.name, agent, name, request[name]),
+                    *(self._runner.name, agent, name, value),
                 )
 
     def said_in(self, trace: vf.Trace) -> list[Said]:
@@ -99,16 +98,6 @@ class TokenClientConfig(vf.TrainClientConfig):
                 f"the agent {name!r} samples at temperature={own:g}, and the trainer takes "
                 f"logprobs at {temperature:g}; remove temperature from the agent's sampling"
             )
-
-
-class AssistantMessage(vf.AssistantMessage):
-    """A reply that says which policies sampled its tokens: (first token, version) pairs.
-
-    It has the name of its base, because verifiers compares messages by the names of their classes.
-    Not needed once verifiers 0.4.1 is the oldest: its nodes have `weight_versions`.
-    """
-
-    policy_versions: list[tuple[int, int]] | None = Field(None, exclude=True, repr=False)
 
 
 class TokenClient(vf.Client):
@@ -175,11 +164,12 @@ class TokenClient(vf.Client):
             raise ProviderError(str(error), status_code=status) from error
         response = dialect.parse_response(dialect.validate_response(reply.completion))
         response.raw = reply.completion
-        response.message = AssistantMessage(
-            **dict(response.message), policy_versions=reply.policy_versions
+        token_ids, logprobs = (values.tolist() for values in reply.sampled)
+        response.tokens = vf.TurnTokens(
+            prompt_ids=prompt_ids, completion_ids=token_ids, completion_logprobs=logprobs
         )
-        response.tokens = _turn_tokens(prompt_ids, reply)
-        episode._said.setdefault(turn.trace.id, []).append((turn, response))
+        said = Said(turn, response.message, Turn(prompt_ids, token_ids, logprobs, reply))
+        episode._said.setdefault(turn.trace.id, []).append(said)
         return response
 
     async def close(self) -> None:
@@ -199,19 +189,3 @@ def _prompt_ids(
         if extended is not None:
             return extended
     return runner.renderer.render(messages, **template)
-
-
-def _turn_tokens(prompt_ids: list[int], reply: ChatReply) -> vf.TurnTokens:
-    """Return a reply's tokens as verifiers keeps them in the nodes of a trace."""
-    (token_ids, logprobs), mask, rows = reply.sampled, reply.mask, reply.experts
-    routed_experts = None
-    if rows is not None:
-        data = b64encode(rows.tobytes())
-        routed_experts = {"data": data, "dtype": "int16", "start": 0, "shape": rows.shape}
-    return vf.TurnTokens.model_construct(  # it would drop the dtype of the experts
-        prompt_ids=prompt_ids,
-        completion_ids=token_ids.tolist(),
-        completion_logprobs=logprobs.tolist(),
-        routed_experts=routed_experts,
-        sampling_mask=None if mask is None else SamplingMask(counts=mask[0], ids=mask[1]),
-    )
