@@ -211,10 +211,9 @@ def test_an_error_is_raised_when_its_batch_is_the_next(make_orchestrator):
         orchestrator.submit(step, "policy", policy_version=0)
     with pytest.raises(RolloutError, match="no tool"):
         orchestrator.wait()
-    orchestrator.raise_if_failed()
     assert orchestrator.get().step == 0
     with pytest.raises(RolloutError, match="no tool"):
-        orchestrator.raise_if_failed()
+        orchestrator.get()
 
 
 @pytest.mark.parametrize("is_evaluation", [False, True])
@@ -228,12 +227,8 @@ def test_an_error_of_any_group_is_raised_at_once_with_its_traceback(
             await asyncio.sleep(60)
 
     orchestrator = make_orchestrator(Broken(), example_order=IN_TURN)
-    if is_evaluation:
-        orchestrator.begin_evaluation(4, 1, "policy", 0)
-    else:
-        orchestrator.submit(0, "policy", 0)
     with pytest.raises(RuntimeError, match="a bug in the runner") as caught:
-        wait_until(orchestrator.raise_if_failed, 10)
+        evaluate(orchestrator, 4, 1) if is_evaluation else one_step(orchestrator)
     assert "run_group" in [entry.name for entry in caught.traceback]
 
 
@@ -303,9 +298,7 @@ def test_a_batch_of_a_server_that_was_lost_meanwhile_is_not_taken(make_orchestra
     orchestrator = make_orchestrator(runner, check_server=lost)
     with pytest.raises(ServerLostError, match="no answer"):
         one_step(orchestrator)
-    # It may come back: the step under way is not interrupted, and the batch can be asked for again.
-    orchestrator.raise_if_failed()
-    orchestrator.discard()
+    orchestrator.discard()  # it may come back, and the batch can be asked for again
     orchestrator.check_server = lambda: None
     assert one_step(orchestrator).step == 0
 

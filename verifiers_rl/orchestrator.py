@@ -30,7 +30,6 @@ from verifiers_rl.advantages import AdvantageFn, set_advantages
 from verifiers_rl.config import RLConfig
 from verifiers_rl.data import ExampleOrder, examples_at, first_of_each, order_examples
 from verifiers_rl.inference import derive_seed
-from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.process import waiting
 from verifiers_rl.process.loop_thread import LoopThread
 from verifiers_rl.report.means import batch_metrics, evaluation_metrics
@@ -153,15 +152,6 @@ class Orchestrator:
         for job in self._pending + self._evaluation:
             job.result.cancel()
         self._pending, self._evaluation = [], []
-
-    def raise_if_failed(self) -> None:
-        """Raise the error of the first pending batch or of the evaluation, if that has failed.
-        Returns at once. A lost server may come back, so only waiting raises that error.
-        """
-        for job in self._pending[:1] + self._evaluation:
-            error = job.result.exception() if job.result.done() else None
-            if error is not None and not isinstance(error, ServerLostError):
-                raise error
 
     # --- Evaluations, for the trainer -------------------------------------------------------------
 

@@ -290,7 +290,9 @@ class RLTrainer(SavingTrainer):
         own = self._microbatches(batch, is_computed, loss_weights) if num_loss_tokens.any() else ()
         with disable_input_dtype_casting(model, self.accelerator.native_amp):  # autocast does it
             for microbatch, is_last in own:
-                self._stop_if_asked()
+                # A signal ends the run here, unless the step cannot be repeated.
+                if self.checkpoints.can_repeat_step:
+                    self._interrupts.check_all(waits=False)
                 with accumulating(self.accelerator, args, model, is_last):
                     with self.compute_loss_context_manager():
                         loss = self.microbatch_loss(model, microbatch, means)
@@ -305,8 +307,8 @@ class RLTrainer(SavingTrainer):
 
     def update_now(self, model: nn.Module) -> None:
         """Take a step of the optimizer between two calls of `train_on`. Trainer takes the last one
-        of a batch, whose `grad_norm` is logged. In between, signals and errors of rollouts wait and
-        nothing is saved, because the step could not be repeated.
+        of a batch, whose `grad_norm` is logged. In between, signals wait and nothing is
+        saved, because the step could not be repeated.
         """
         self.checkpoints.can_repeat_step = False
         if self.args.max_grad_norm:
@@ -517,18 +519,6 @@ class RLTrainer(SavingTrainer):
         super().log(logs, start_time)
 
     # --- Rank 0, signals, a lost server -----------------------------------------------------------
-
-    def _stop_if_asked(self) -> None:
-        """Raise what ends the run between two microbatches: a signal, or an error of the rollouts.
-        Of several ranks, the others would wait for this rank's gradients, so there `_next_batch`
-        raises the error on all, as it does where this step cannot be repeated.
-        """
-        if not self.checkpoints.can_repeat_step:
-            return
-        self._interrupts.check_all(waits=False)
-        if self.args.world_size == 1:
-            with self.checkpoints.saving_on_error():
-                self.orchestrator.raise_if_failed()
 
     def _before_last_backward(self, batch_loss: Tensor) -> None:
         """Look at the loss of the batch, before a backward in which DeepSpeed takes its step."""
