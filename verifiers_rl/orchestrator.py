@@ -183,7 +183,7 @@ class Orchestrator:
 
     async def _generate(self, step: int, request: GroupRequest, num_batches: int) -> Batch:
         """Run the groups of a batch, and make a `Batch` of those that pass the filter."""
-        start = asyncio.get_running_loop().time()
+        start = time.monotonic()
         num_groups, first = self.args.groups_per_batch, self._first_position(step)
         positions = range(first, first + self.args.max_groups_per_batch)
         try:
@@ -191,7 +191,7 @@ class Orchestrator:
         except ValueError as error:
             raise RolloutError(str(error)) from error
         replace_until = start + num_batches * self._group_s
-        run = partial(self._run_with_advantages, request)
+        run = partial(self._run_group, request)
         running = run_groups(run, self.group_filter.passes, examples, num_groups, replace_until)
         complete = await while_served(running, self.check_server)
         groups = [group for group, _ in complete]
@@ -212,23 +212,9 @@ class Orchestrator:
             )
         metrics = batch_metrics(groups) | {"num_samples": float(len(samples))}
         metrics["filtered_share"] = 1 - len(passing) / len(groups)
-        metrics["generation_s"] = asyncio.get_running_loop().time() - start
+        metrics["generation_s"] = time.monotonic() - start
         version = request.policy_version
         return Batch(step, version, samples, rollouts, metrics, groups=groups)
-
-    async def _run_with_advantages(self, request: GroupRequest, index: int) -> list[Rollout]:
-        """Run the group of this example, and set its advantages, which the filter may look at."""
-        group = await self._run_group(request, index)
-        try:
-            set_advantages(
-                group,
-                self.advantage_fn,
-                mask_truncated=self.args.mask_truncated_completions,
-                zero_truncated=self.args.zero_truncated_completions,
-            )
-        except ValueError as error:
-            raise RolloutError(str(error)) from error
-        return group
 
     async def _evaluate(self, request: GroupRequest, examples: Sequence[int]) -> dict[str, float]:
         """Run the groups of these examples, and return their means."""
@@ -239,12 +225,11 @@ class Orchestrator:
         groups = [group for group, _ in complete]
         self.evaluated[request.policy_version] = groups
         warn_of_failures(groups, "eval")
-        runtime = time.monotonic() - start
-        return {**evaluation_metrics(groups), "runtime": runtime}
+        return {**evaluation_metrics(groups), "runtime": time.monotonic() - start}
 
     async def _run_group(self, request: GroupRequest, index: int) -> list[Rollout]:
-        """Run the group of this example. Raises ServerLostError if rollouts fail because the server
-        is lost.
+        """Run the group of this example, and set the advantages of one to train on. Raises
+        ServerLostError if rollouts fail because the server is lost.
         """
         request.progress.num_requested += request.num_rollouts
         seed = self._group_seed(request.split, request.policy_version, index)
@@ -252,6 +237,16 @@ class Orchestrator:
         request.progress.num_groups += 1
         if any(rollout.error is not None for rollout in group):
             await asyncio.to_thread(self.check_server)
+        if request.split == "train":
+            try:
+                set_advantages(
+                    group,
+                    self.advantage_fn,
+                    mask_truncated=self.args.mask_truncated_completions,
+                    zero_truncated=self.args.zero_truncated_completions,
+                )
+            except ValueError as error:
+                raise RolloutError(str(error)) from error
         return group
 
     # --- Examples and seeds -----------------------------------------------------------------------

@@ -30,7 +30,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property, partial
 from typing import Any, cast
@@ -275,8 +275,8 @@ class RLTrainer(SavingTrainer):
         if chosen is not None:
             num_loss_tokens = np.where(chosen, num_loss_tokens, 0)
         loss_weights, denominator = weigh_samples(
-            num_loss_tokens.tolist(),
-            sizes.rollout_ids.tolist(),
+            num_loss_tokens,
+            sizes.rollout_ids,
             args.loss_normalization,
             args.batch_size * args.max_seq_len,
         )
@@ -299,7 +299,10 @@ class RLTrainer(SavingTrainer):
                         loss = loss * args.world_size / denominator
                     batch_loss += loss.detach()
                     if is_last:
-                        self._before_last_backward(batch_loss)
+                        with self.checkpoints.saving_on_error():
+                            raise_if_not_finite(batch_loss)
+                        if self.is_deepspeed_enabled:  # it takes its step in this backward
+                            self.checkpoints.can_repeat_step = False
                     self.accelerator.backward(loss)
         with self.checkpoints.saving_on_error():
             raise_if_gradient_not_finite(model)
@@ -318,14 +321,14 @@ class RLTrainer(SavingTrainer):
         optimizer.zero_grad()
 
     def _microbatches(
-        self, batch: Batch, is_computed: np.ndarray, loss_weights: Sequence[float]
+        self, batch: Batch, is_computed: np.ndarray, loss_weights: np.ndarray
     ) -> Iterator[tuple[Microbatch, bool]]:
         """Pack samples of a batch, and count what is computed. Give this rank's microbatches on
         its device, each with whether it is the last one.
 
         Args:
             is_computed: (S,) bool, the samples to pack.
-            loss_weights: of the loss tokens of each sample.
+            loss_weights: (S,), of the loss tokens of each sample.
         """
         args, counts, sizes, support = self.args, self._counts, batch.sizes, self.tried_support
         max_tokens = support.token_budget or args.token_budget
@@ -370,7 +373,9 @@ class RLTrainer(SavingTrainer):
         self.evaluations.begin()  # also where no batch is requested
         last = min(step + num_ahead, self.args.max_steps - 1)
         for ahead in range(step + self.orchestrator.num_pending, last + 1):
-            self._request(ahead)
+            self.push_weights()
+            version = self.weight_sync.policy_version or 0
+            self.orchestrator.submit(ahead, self.weight_sync.model_name, version)
         start = time.monotonic()
         self.batch = self.orchestrator.get()
         self._metrics["wait_s"] = wait_s + time.monotonic() - start
@@ -378,13 +383,6 @@ class RLTrainer(SavingTrainer):
         if not num_ahead and self.weight_sync.sleeps:
             self.evaluations.end()
             self.weight_sync.sleep()
-
-    def _request(self, step: int) -> None:
-        """Request the batch of a step, of the weights that this step starts from."""
-        self.push_weights()
-        self.evaluations.begin()
-        version = self.weight_sync.policy_version or 0
-        self.orchestrator.submit(step, self.weight_sync.model_name, version)
 
     def push_weights(self) -> None:
         """Send the weights of this step to the server, unless the server has them. The policy
@@ -519,13 +517,6 @@ class RLTrainer(SavingTrainer):
         super().log(logs, start_time)
 
     # --- Rank 0, signals, a lost server -----------------------------------------------------------
-
-    def _before_last_backward(self, batch_loss: Tensor) -> None:
-        """Look at the loss of the batch, before a backward in which DeepSpeed takes its step."""
-        with self.checkpoints.saving_on_error():
-            raise_if_not_finite(batch_loss)
-        if self.is_deepspeed_enabled:
-            self.checkpoints.can_repeat_step = False
 
     def _on_rank_0(self, job: Callable[[], None]) -> None:
         """Do this job on rank 0, while the other ranks wait, and help to gather split weights. It
