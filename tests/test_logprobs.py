@@ -1,7 +1,7 @@
 import copy
 import math
 import shutil
-from importlib.util import find_spec
+from itertools import product
 
 import pytest
 import torch
@@ -22,7 +22,6 @@ from verifiers_rl.logprobs import (
     plain_logprobs_and_entropy,
     token_logprobs_and_entropy,
 )
-from verifiers_rl.losses import LOSSES, LossInputs
 
 
 def reference(logits, targets, temperature):
@@ -64,26 +63,19 @@ def test_logprobs_entropy_and_gradient_equal_a_float64_loop(overwrite, mode, dty
     assert torch.equal(logits, before) == (not overwrite or dtype == torch.bfloat16)
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("name", LOSSES)
-def test_impossible_tokens_give_a_finite_loss_and_gradients(name, overwrite):
-    # The server sampled tokens that the trainer's model rules out.
-    logits = torch.tensor([[0.0, -torch.inf]] * 3, requires_grad=True)
-    logprobs, entropy = token_logprobs_and_entropy(
-        logits.clone(), torch.tensor([1, 1, 1]), 0.5, overwrite=overwrite
-    )
-    assert entropy.tolist() == [0.0] * 3
-    inputs = LossInputs(
-        trainer_logprobs=logprobs,
-        inference_logprobs=torch.tensor([-0.1, -0.2, -torch.inf]),
-        advantages=torch.tensor([100.0, 100.0, -100.0]),
-        weights=torch.ones(3),
-        sequence_ids=torch.tensor([0, 0, 1]),
-        entropy=entropy,
-    )
-    loss = LOSSES[name](inputs).loss
-    loss.backward()
-    assert torch.isfinite(loss) and torch.isfinite(logits.grad).all()
+@pytest.mark.parametrize(
+    ("function", "option"),
+    [
+        *product([token_logprobs_and_entropy], ["value", "gradient"]),
+        *product([plain_logprobs_and_entropy], [False, True]),
+    ],
+)
+def test_impossible_tokens_are_finite(function, option):
+    leaf = torch.tensor([[0.0, -torch.inf, 1.0]] * 2, requires_grad=True)
+    logprobs, entropies = function(leaf * 1, torch.tensor([1, 2]), 0.5, option)
+    (logprobs.sum() + entropies.sum()).backward()
+    assert logprobs.isfinite().all() and entropies.isfinite().all()
+    assert leaf.grad.isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -116,10 +108,8 @@ def test_a_derivative_of_the_gradient_is_an_error_not_a_wrong_value():
 
 
 def test_a_chunk_of_logits_takes_256_mb_and_on_a_gpu_1_gb():
-    assert chunk_size_for(151_936, "cpu") == 441 and 441 * 151_936 * 4 < 2**28
-    assert chunk_size_for(151_936, "cuda") == 1766 and 1766 * 151_936 * 4 < 2**30
-    assert chunk_size_for(10**9, "cpu") == 1
-    assert chunk_size_for(151_936, "mps") == 441
+    sizes = {kind: chunk_size_for(151_936, kind) for kind in ("cpu", "mps", "cuda")}
+    assert sizes == {"cpu": 441, "mps": 441, "cuda": 1766} and chunk_size_for(10**9, "cpu") == 1
 
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
@@ -175,15 +165,6 @@ def test_the_function_is_compiled_once_for_any_number_of_tokens(monkeypatch):
         hidden, targets = torch.randn(num_tokens, 6), torch.randint(11, (num_tokens,))
         chunked_logprobs_and_entropy(hidden, head, targets, 1.0, 7)[0].sum().backward()
     assert counter.frame_count == 1
-
-
-@pytest.mark.parametrize("entropy", ["value", "gradient"])
-def test_in_the_compiled_function_impossible_tokens_are_finite(entropy):
-    leaf = torch.tensor([[0.0, -torch.inf, 1.0]] * 2, requires_grad=True)
-    logprobs, entropies = plain_logprobs_and_entropy(leaf * 1, torch.tensor([1, 2]), 0.5, entropy)
-    (logprobs.sum() + entropies.sum()).backward()
-    assert logprobs.isfinite().all() and entropies.isfinite().all()
-    assert leaf.grad.isfinite().all()
 
 
 SMALL = {
@@ -384,12 +365,6 @@ def test_a_rounded_heads_gradient_is_summed_over_chunks_in_float32(head_dtype):
     assert relative_error(in_bfloat16, exact) > 2 * relative_error(in_512, exact)
 
 
-needs_flash = pytest.mark.skipif(
-    not torch.cuda.is_available() or find_spec("flash_attn") is None,
-    reason="flash attention needs a GPU and the flash_attn package",
-)
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler, for flex
 # Gemma 2 has sliding windows, and no SDPA, which cannot soft-cap attention scores.
 @pytest.mark.parametrize(
@@ -399,42 +374,29 @@ needs_flash = pytest.mark.skipif(
         ("plain", "eager"),
         ("soft cap", "eager"),
         pytest.param("wide heads", "flex_attention", marks=pytest.mark.slow),
-        pytest.param("wide heads", "flash_attention_2", marks=[pytest.mark.gpu, needs_flash]),
     ],
 )
 def test_a_sequence_in_a_pack_gets_the_logprobs_it_gets_alone(name, attention):
     model = ARCHITECTURES[name]()
-    on_gpu = attention.startswith("flash")
-    if on_gpu:
-        model = model.to("cuda", torch.bfloat16)
-    elif attention == "flex_attention" and torch.cuda.is_available():
+    if attention == "flex_attention" and torch.cuda.is_available():
         model = model.to("cuda")
     model.set_attn_implementation(attention)
     try:
         assert reason_against_sharing_rows(model, model) is None
-        check_isolation(model, rows_at_once=1 if on_gpu else 3)
+        check_isolation(model)
     except InductorError as error:
         # It takes a compiler; with the masks of transformers 5.23, torch 2.13 writes wrong C++.
         pytest.skip(f"torch could not compile flex attention here: {str(error).splitlines()[0]}")
 
 
-def check_isolation(model, rows_at_once):
-    """Flash attention takes one row at once, the "flat" layout."""
+def check_isolation(model):
     lengths = [[5, 9, 2], [16], [1, 12, 3]]
     input_ids = torch.randint(64, (3, 16), generator=torch.Generator().manual_seed(0))
     position_ids = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
     input_ids, position_ids = input_ids.to(model.device), position_ids.to(model.device)
     with torch.no_grad():
-        packed = torch.cat(
-            [
-                model(input_ids=input_ids[b], position_ids=position_ids[b], use_cache=False).logits
-                for b in torch.arange(3).split(rows_at_once)
-            ]
-        )
+        packed = model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
         for ids, logits, row in zip(input_ids, packed, lengths, strict=True):
             for sequence, here in zip(ids.split(row), logits.split(row), strict=True):
                 alone = model(input_ids=sequence[None]).logits[0]
-                if model.dtype == torch.bfloat16:  # its rounding only
-                    assert (here - alone).float().norm() < 5e-2 * alone.float().norm()
-                else:
-                    assert_close(here, alone, rtol=1e-4, atol=1e-4)
+                assert_close(here, alone, rtol=1e-4, atol=1e-4)
