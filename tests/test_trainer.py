@@ -1,8 +1,6 @@
 import math
 import re
 import signal
-from contextlib import nullcontext
-from dataclasses import replace
 from itertools import cycle, product
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,15 +12,12 @@ from peft import LoraConfig, get_peft_model
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
     Trainer,
 )
 
@@ -49,11 +44,11 @@ from tests.reference import (
     switch_checkpointing_on,
     with_logprobs_near,
 )
-from verifiers_rl import LossOutputs, RLConfig, cispo, forward
+from verifiers_rl import LossOutputs, cispo, forward
 from verifiers_rl.config import ConfigError
 from verifiers_rl.data import example_index
 from verifiers_rl.inference.client import InferenceServerError, ServerLostError
-from verifiers_rl.losses import MASKS, LossInputs, needs
+from verifiers_rl.losses import MASKS, needs
 from verifiers_rl.packing import ModelSupport, collate
 from verifiers_rl.process.interrupts import Interrupted
 from verifiers_rl.report.means import batch_metrics
@@ -154,24 +149,16 @@ def test_a_model_that_changes_its_logits_behind_the_head_is_refused(make_trainer
         batch_gradients(trainer, make_samples(4))
 
 
-SMALL = {"vocab_size": 261, "hidden_size": 32}
-
-
 def make_bloom():
     torch.manual_seed(0)
-    return BloomForCausalLM(BloomConfig(**SMALL, n_layer=2, n_head=4)).float()
+    config = BloomConfig(vocab_size=261, hidden_size=32, n_layer=2, n_head=4)
+    return BloomForCausalLM(config).float()
 
 
-def make_mamba():
-    torch.manual_seed(0)
-    return MambaForCausalLM(MambaConfig(**SMALL, num_hidden_layers=2, state_size=4)).float()
-
-
-@pytest.mark.parametrize("make_model", [make_bloom, make_mamba])
-def test_a_model_whose_rows_cannot_be_shared_is_trained_exactly(make_trainer, caplog, make_model):
-    samples = with_logprobs_near(make_model(), make_samples(5, seed=3, longest=14), 0.7)
-    trainer = make_trainer(make_model(), loss_args=LOSS_OPTIONS["cispo"], kl_beta=0.1)
-    check_against_reference(trainer, make_model, samples)
+def test_a_model_whose_rows_cannot_be_shared_is_trained_exactly(make_trainer, caplog):
+    samples = with_logprobs_near(make_bloom(), make_samples(5, seed=3, longest=14), 0.7)
+    trainer = make_trainer(make_bloom(), loss_args=LOSS_OPTIONS["cispo"], kl_beta=0.1)
+    check_against_reference(trainer, make_bloom, samples)
     assert caplog.text.count("are padded") == 1 and trainer.tried_support.layout == "padded"
 
 
@@ -211,20 +198,17 @@ def test_the_gradients_of_two_parts_of_a_batch_add_up_to_that_of_all(make_traine
 
 
 @pytest.mark.parametrize("use_lora", [True, False])
-def test_gradient_checkpointing_changes_memory_not_gradients(make_trainer, use_lora):
-    def run(checkpointing):
+def test_gradient_checkpointing_computes_layers_again(make_trainer, use_lora):
+    def num_forwards(checkpointing):
         counted, options = [], {"gradient_checkpointing": checkpointing, "use_lora": use_lora}
-        options |= {"optim": "sgd", "learning_rate": 1.0, "max_steps": 1}
-        trainer = make_trainer(overwrite_output_dir=True, **options)
+        trainer = make_trainer(overwrite_output_dir=True, max_steps=1, **options)
         assert trainer.tried_support.shares_prefixes  # which runs the model too
         layers = dict(trainer._base_of(trainer.model).named_modules())
         layers["model.layers.0.input_layernorm"].register_forward_hook(lambda *_: counted.append(1))
         trainer.train()
-        return weights_of(trainer.model), len(counted)
+        return len(counted)
 
-    (plain, forwards), (checkpointed, with_recomputation) = run(False), run(True)
-    assert with_recomputation == 2 * forwards
-    assert_close(checkpointed, plain, rtol=1e-4, atol=1e-6)
+    assert num_forwards(True) == 2 * num_forwards(False)
 
 
 def test_no_update_is_made_with_a_batch_without_loss_tokens(make_trainer):
@@ -335,53 +319,6 @@ def test_the_head_never_sees_more_than_a_chunk(make_trainer, monkeypatch, use_lo
     assert sum(s.num_loss_tokens for s in samples) == 35 + 2  # in two microbatches
     # A trained head takes all chunks but the last of each again in backward.
     assert rows == [7] * 5 + ([] if use_lora else [7] * 4) + [2]
-
-
-class Casts(TorchDispatchMode):
-    """Records the shape and the dtype of each copy into another dtype."""
-
-    def __init__(self):
-        super().__init__()
-        self.made = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and result.dtype != args[0].dtype:
-            self.made.append((tuple(result.shape), result.dtype))
-        return result
-
-
-def test_inputs_of_an_adapter_are_not_cast_to_float32_and_back(make_trainer, monkeypatch):
-    def run():
-        trainer = make_trainer(make_tiny_model().to(torch.bfloat16), use_lora=True, bf16=True)
-        move_away(trainer)
-        assert trainer.tried_support.shares_prefixes  # tried before casts are counted
-        with Casts() as casts:
-            loss, grads, row = batch_gradients(trainer, make_samples(6))
-        return loss, grads, len(casts.made), row["num_microbatches"]
-
-    loss, grads, num_casts, num_microbatches = run()
-    monkeypatch.setattr(
-        "verifiers_rl.trainer.disable_input_dtype_casting", lambda *_: nullcontext()
-    )
-    loss_with_casts, grads_with_casts, more_casts, _ = run()
-    assert loss == loss_with_casts and grads.keys() == grads_with_casts.keys()
-    assert all(torch.equal(grads[name], grads_with_casts[name]) for name in grads)
-    # Of 7 adapters in each of 2 layers, there and back, in forward and in backward; the input of
-    # the first three has no gradient.
-    assert more_casts - num_casts == num_microbatches * (2 * 7 * 4 - 3 * 2)
-
-
-@pytest.mark.parametrize("use_lora", [False, True])
-def test_the_head_is_cast_once_a_microbatch(make_trainer, monkeypatch, use_lora):
-    """Whatever the number of its chunks, which are computed again in backward."""
-    monkeypatch.setattr("verifiers_rl.forward.chunk_size_for", lambda *_: 3)
-    trainer = make_trainer(bf16=True, use_lora=use_lora, max_tokens_per_microbatch=24)
-    assert trainer.tried_support.shares_prefixes  # tried before casts are counted
-    with Casts() as casts:
-        batch_gradients(trainer, make_samples(6))
-    num = trainer._window.steps[0]["num_microbatches"]
-    assert num > 1 and casts.made.count(((261, 32), torch.bfloat16)) == num
 
 
 def test_tokens_that_no_policy_sampled_have_ratio_one(make_trainer):
@@ -558,25 +495,6 @@ def test_seconds_of_a_step_are_without_a_blocking_evaluation_and_those_of_waitin
     assert logged(trainer, "wait_s") == [2.0] * (4 // logging_steps)
     # Before the first batch one push; after that each evaluation makes the push of the next step.
     assert logged(trainer, "step_s") == ([5.0, 2.0, 2.0, 2.0], [3.5, 2.0])[logging_steps - 1]
-
-
-def test_a_custom_loss_reads_the_extras_of_samples_and_logs_metrics(make_trainer, monkeypatch):
-    monkeypatch.setattr("verifiers_rl.loss_check.NUM_TRIES", 0)  # which calls the loss, too
-    calls = []
-
-    def weighed(inputs: LossInputs) -> LossOutputs:
-        calls.append(len(inputs.trainer_logprobs))
-        outputs = cispo(replace(inputs, advantages=inputs.advantages * inputs.extras["factor"]))
-        return LossOutputs(outputs.loss, {"my_metric": torch.full_like(inputs.advantages, 7.0)})
-
-    samples = make_samples(4)
-    loss, *_ = batch_gradients(make_trainer(), samples)
-    for sample in samples:
-        sample.extras["factor"] = np.full(len(sample.token_ids), 2, np.float32)
-    twice, _, row = batch_gradients(make_trainer(loss_fn=weighed), samples)
-    assert twice == pytest.approx(2 * loss, rel=1e-6)
-    assert sum(calls) == sum(s.num_loss_tokens for s in samples)
-    assert row["my_metric"] == pytest.approx(7.0)
 
 
 def test_a_resumed_run_says_which_changed_options_do_not_reach_its_optimizer(make_trainer, caplog):
@@ -756,12 +674,6 @@ def test_an_evaluation_in_which_the_server_is_lost_begins_again(make_trainer, op
     assert [step for step, _ in eval_rows(trainer)] == steps
 
 
-def test_several_gpus_in_one_process_are_refused(make_trainer, monkeypatch):
-    monkeypatch.setattr(RLConfig, "n_gpu", 2)
-    with pytest.raises(ConfigError, match=r"2 GPUs are visible to one process.*accelerate launch"):
-        make_trainer()
-
-
 def test_the_progress_bar_shows_the_reward(make_trainer):
     shown = []
     trainer = make_trainer(disable_tqdm=False)
@@ -793,6 +705,13 @@ def test_lora_options_reach_the_adapter_and_a_peft_config_replaces_them(make_tra
     assert make_trainer(peft_config=config).model.peft_config["default"].r == 2
 
 
+def make_tied_model():
+    """With the same head as embedding, and the same layer in two blocks, as in Zamba2."""
+    first, second = (model := make_tiny_model(tie_word_embeddings=True)).model.layers
+    second.mlp.down_proj.weight = first.mlp.down_proj.weight
+    return model
+
+
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")  # of peft
 @pytest.mark.parametrize(
     "options",
@@ -800,25 +719,14 @@ def test_lora_options_reach_the_adapter_and_a_peft_config_replaces_them(make_tra
         {"lora_modules_to_save": ["embed_tokens"]},
         {"lora_target_modules": ["q_proj", "embed_tokens"]},
         {"lora_target_modules": ["q_proj", "lm_head"]},
+        {"lora_target_modules": ["down_proj"]},
     ],
 )
-def test_an_adapter_that_unties_embedding_and_head_is_refused(make_trainer, options):
-    with pytest.raises(
-        ConfigError, match="the adapter changes a weight that this model uses twice"
-    ):
-        make_trainer(make_tiny_model(tie_word_embeddings=True), use_lora=True, **options)
+def test_an_adapter_that_unties_weights_is_refused(make_trainer, options):
+    with pytest.raises(ConfigError, match="changes a weight that this model uses twice"):
+        make_trainer(make_tied_model(), use_lora=True, **options)
     make_trainer(make_tiny_model(), use_lora=True, **options)
-
-
-def test_an_adapter_that_unties_two_layers_is_refused(make_trainer):
-    def make(target):
-        first, second = (model := make_tiny_model()).model.layers
-        second.mlp.down_proj.weight = first.mlp.down_proj.weight  # as in blocks of Zamba2
-        return make_trainer(model, use_lora=True, lora_target_modules=[target])
-
-    with pytest.raises(ConfigError, match="a weight that this model uses twice"):
-        make("down_proj")
-    make("q_proj")
+    make_trainer(make_tied_model(), use_lora=True, lora_target_modules=["q_proj"])
 
 
 def test_what_is_trained_has_float32_masters(make_trainer, tmp_path):
