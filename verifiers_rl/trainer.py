@@ -274,11 +274,9 @@ class RLTrainer(SavingTrainer):
         num_loss_tokens = sizes.num_loss_tokens
         if chosen is not None:
             num_loss_tokens = np.where(chosen, num_loss_tokens, 0)
+        constant = args.batch_size * args.max_seq_len
         loss_weights, denominator = weigh_samples(
-            num_loss_tokens,
-            sizes.rollout_ids,
-            args.loss_normalization,
-            args.batch_size * args.max_seq_len,
+            num_loss_tokens, sizes.rollout_ids, args.loss_normalization, constant
         )
         # Samples without gradient count in the denominator, but are not computed.
         is_computed = num_loss_tokens > 0
