@@ -497,18 +497,6 @@ def test_seconds_of_a_step_are_without_a_blocking_evaluation_and_those_of_waitin
     assert logged(trainer, "step_s") == ([5.0, 2.0, 2.0, 2.0], [3.5, 2.0])[logging_steps - 1]
 
 
-def test_a_resumed_run_says_which_changed_options_do_not_reach_its_optimizer(make_trainer, caplog):
-    options = {"save_strategy": "steps", "save_steps": 2}
-    make_trainer(max_steps=2, **options).train()
-    changed = {"learning_rate": 0.5, "adam_beta2": 0.95, "lr_scheduler_type": "linear"}
-    resumed = make_trainer(max_steps=3, **options, **changed)
-    resumed.train(resume_from_checkpoint=True)
-    (group, *_) = resumed.optimizer.param_groups
-    assert group["initial_lr"] == 1e-2 and group["betas"][1] == 0.999
-    said = [text for text in caplog.messages if "a resumed run goes on with its optimizer" in text]
-    assert [text.split(":")[0] for text in said] == ["learning_rate=0.5", "adam_beta2=0.95"]
-
-
 def test_the_rate_rises_over_the_steps_of_the_warmup_and_stays(make_trainer):
     trainer = make_trainer(max_steps=5, learning_rate=1e-3, warmup_steps=2)
     trainer.train()

@@ -167,8 +167,9 @@ def pack_samples(samples: Sequence[Sample]) -> tuple[dict[str, Any], np.ndarray]
     }
     kinds = [(name, column.dtype.str, column.shape[1:]) for name, column in columns.items()]
     numbers = [(s.num_tokens, s.rollout_id, s.group_id) for s in samples]
-    content = bytearray().join(columns.values())
-    return {"columns": kinds, "samples": numbers}, np.frombuffer(content, np.uint8)
+    content = [column.reshape(-1).view(np.uint8) for column in columns.values()]
+    nothing = np.zeros(0, np.uint8)
+    return {"columns": kinds, "samples": numbers}, np.concatenate([nothing, *content])
 
 
 def unpack_samples(message: dict[str, Any], content: Any) -> list[Sample]:
