@@ -165,9 +165,7 @@ def train_on_arrays(samples: list[Any]) -> None:
     sizes = batch.sizes
     assert batch.staleness()["staleness"] == 0
     (plan,) = plan_microbatches(sizes.lengths.tolist(), MAX_TOKENS)
-    weights, _ = weigh_samples(
-        sizes.num_loss_tokens.tolist(), sizes.rollout_ids.tolist(), "token", 1.0
-    )
+    weights, _ = weigh_samples(sizes.num_loss_tokens, sizes.rollout_ids, "token", 1.0)
     for rows in plan:
         collate(batch.samples, rows, weights, 0)
 

@@ -17,7 +17,7 @@ def nothing(*args): ...
 class Batches:
     """A `BatchSource`. Its tokens are random, not the policy's, so the reward does not rise."""
 
-    start = raise_if_failed = wait = begin_evaluation = load_state_dict = stop = nothing
+    start = wait = begin_evaluation = load_state_dict = stop = nothing
     num_pending = property(lambda self: len(self.pending))
 
     def __init__(self):

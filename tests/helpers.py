@@ -505,8 +505,6 @@ class StubSource:
         self.calls.append(f"submit {step}")
         self.pending.append((step, policy_version))
 
-    def raise_if_failed(self): ...
-
     def discard(self):
         self.calls.append("discard")
         self.pending.clear()

@@ -89,31 +89,27 @@ def test_advantages_that_an_environment_has_set_are_kept(make_orchestrator):
     assert one_step(make_orchestrator(Graded(), **never)).metrics["filtered_share"] == 0
 
 
+def last_token_without_number(group):
+    (samples,) = zip(*(rollout.samples for rollout in group), strict=True)
+    return [np.append(np.zeros(sample.num_tokens - 1), np.nan) for sample in samples]
+
+
 @pytest.mark.parametrize(
-    "returned, problem",
+    "advantage_fn, problem",
     [
-        ([1.0], "returned 1 advantages for 4 rollouts"),
-        ([math.nan] * 4, "an advantage is nan"),
-        ([[1.0]] * 4, "1 advantages for a rollout whose samples have"),
-        ([1e300, -1e300, 0.0, 0.0], r"an advantage is 1e\+300"),
-        (2.0, "returned 2.0 for 4 rollouts; expected a list"),
+        (lambda group: [1.0], "returned 1 advantages for 4 rollouts"),
+        (lambda group: [math.nan] * 4, "an advantage is nan"),
+        (last_token_without_number, "an advantage is nan"),
+        (lambda group: [[1.0]] * 4, "1 advantages for a rollout whose samples have"),
+        (lambda group: [1e300, -1e300, 0.0, 0.0], r"an advantage is 1e\+300"),
+        (lambda group: 2.0, "returned 2.0 for 4 rollouts; expected a list"),
     ],
 )
 def test_an_advantage_function_that_breaks_its_contract_ends_training(
-    make_orchestrator, returned, problem
+    make_orchestrator, advantage_fn, problem
 ):
-    orchestrator = make_orchestrator(StubRunner(), advantage_fn=lambda group: returned)
     with pytest.raises(RolloutError, match=problem):
-        one_step(orchestrator)
-
-
-def test_one_token_of_the_loss_without_a_number_ends_training(make_orchestrator):
-    def last_is_nan(group):
-        (samples,) = zip(*(rollout.samples for rollout in group), strict=True)
-        return [np.append(np.zeros(sample.num_tokens - 1), np.nan) for sample in samples]
-
-    with pytest.raises(RolloutError, match="an advantage is nan"):
-        one_step(make_orchestrator(StubRunner(), advantage_fn=last_is_nan))
+        one_step(make_orchestrator(StubRunner(), advantage_fn=advantage_fn))
 
 
 @pytest.mark.parametrize(
@@ -211,10 +207,9 @@ def test_an_error_is_raised_when_its_batch_is_the_next(make_orchestrator):
         orchestrator.submit(step, "policy", policy_version=0)
     with pytest.raises(RolloutError, match="no tool"):
         orchestrator.wait()
-    orchestrator.raise_if_failed()
     assert orchestrator.get().step == 0
     with pytest.raises(RolloutError, match="no tool"):
-        orchestrator.raise_if_failed()
+        orchestrator.get()
 
 
 @pytest.mark.parametrize("is_evaluation", [False, True])
@@ -228,12 +223,8 @@ def test_an_error_of_any_group_is_raised_at_once_with_its_traceback(
             await asyncio.sleep(60)
 
     orchestrator = make_orchestrator(Broken(), example_order=IN_TURN)
-    if is_evaluation:
-        orchestrator.begin_evaluation(4, 1, "policy", 0)
-    else:
-        orchestrator.submit(0, "policy", 0)
     with pytest.raises(RuntimeError, match="a bug in the runner") as caught:
-        wait_until(orchestrator.raise_if_failed, 10)
+        evaluate(orchestrator, 4, 1) if is_evaluation else one_step(orchestrator)
     assert "run_group" in [entry.name for entry in caught.traceback]
 
 
@@ -303,9 +294,7 @@ def test_a_batch_of_a_server_that_was_lost_meanwhile_is_not_taken(make_orchestra
     orchestrator = make_orchestrator(runner, check_server=lost)
     with pytest.raises(ServerLostError, match="no answer"):
         one_step(orchestrator)
-    # It may come back: the step under way is not interrupted, and the batch can be asked for again.
-    orchestrator.raise_if_failed()
-    orchestrator.discard()
+    orchestrator.discard()  # it may come back, and the batch can be asked for again
     orchestrator.check_server = lambda: None
     assert one_step(orchestrator).step == 0
 

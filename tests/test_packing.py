@@ -5,16 +5,14 @@ import numpy as np
 import pytest
 import torch
 
+from tests import tree_samples
 from tests.helpers import sent
 from verifiers_rl.packing import collate, plan_microbatches
-from verifiers_rl.types import ROUTED_EXPERTS, Sample
+from verifiers_rl.types import ROUTED_EXPERTS
 
 
 def make_sample(length, advantage=0.5):
-    mask = [False] + [True] * (length - 1)
-    sample = Sample(list(range(length)), mask, [-0.25] * length, [3] * length)
-    sample.set_advantage(advantage)
-    return sample
+    return tree_samples.make_sample(list(range(length)), 1, advantage)
 
 
 def random_lengths(low, high, count):
@@ -84,12 +82,12 @@ def test_collate_lays_samples_out_in_rows():
         "sequence_ids": [0, 0, 0, 1],
         "advantages": [0.25, 0.25, 0.25, 0.5],
         "weights": [2, 2, 2, 1],
-        "inference_logprobs": [-0.25] * 4,
+        "inference_logprobs": pytest.approx([-5.3] * 4),
     }
     for name, values in expected.items():
         part = microbatch if hasattr(microbatch, name) else microbatch.targets
         assert getattr(part, name).tolist() == values, name
-    assert microbatch.num_tokens == 7 and microbatch.has_loss and not microbatch.shares_prefixes
+    assert microbatch.num_tokens == 7 and microbatch.has_loss and microbatch.shares_rows
     microbatch.input_ids[1, 0] = 5  # the microbatch is a copy
     assert samples[0].token_ids.tolist() == [0, 1]
 

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import DogeConfig, DogeForCausalLM, MistralConfig, MistralForCausalLM
 from transformers.integrations import hub_kernels
 
 from tests.helpers import TINY, make_tiny_llama, make_tiny_model
@@ -266,6 +266,11 @@ def test_a_model_that_cannot_share_is_trained_whole_and_a_line_says_why(make_tra
     assert "its sliding_window of 16 tokens is shorter than max_seq_len=32" in caplog.text
 
 
+def test_a_model_that_gives_attention_its_mask_by_name_shares_prefixes():
+    model = DogeForCausalLM(DogeConfig(**TINY, num_key_value_heads=2)).float()
+    assert forward.reason_against_sharing_prefixes(model, model, 32) is None
+
+
 def test_attention_that_ignores_the_samples_is_found(monkeypatch):
     model = make_tiny_llama()
     monkeypatch.setattr(
@@ -340,7 +345,7 @@ def test_forward_and_backward_of_a_microbatch_wait_for_nothing(
     layout = trainer.tried_support.layout
     ((rows, *_),), num_shared = plan_all(samples, 1000, layout=layout)
     microbatch = collate(samples, rows, [1.0] * len(samples), 0, num_shared)
-    assert microbatch.shares_prefixes
+    assert num_shared.any()
     trainer.loss_fn = trainer.loss_fn.__wrapped__  # as after the check of the first step
     with NoWaits():
         total = trainer.microbatch_loss(trainer.model, microbatch, TokenMeans())

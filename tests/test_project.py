@@ -135,7 +135,8 @@ def test_arrows_point_down():
             assert rooms <= {*PURE}, module
             assert {name.split(".")[0] for name in imports(modules()[module])} <= {
                 "torch", "verifiers_rl", "__future__", "collections", "contextlib", "dataclasses",
-                "functools", "inspect", "math", "typing", "numpy", "asyncio", "bisect", "reprlib",
+                "functools", "heapq", "inspect", "math", "typing", "numpy", "asyncio", "bisect",
+                "reprlib",
             }, module  # fmt: skip
 
 

@@ -25,15 +25,13 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.nn.parallel import DistributedDataParallel
 from tests.helpers import StubSink, StubSource, load_example, make_tiny_model, packed_weights
 from tests.tree_samples import make_tree
-from verifiers_rl import RLConfig, RLTrainer, forward, logprobs
+from verifiers_rl import RLConfig, RLTrainer, forward
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.sync.sources import is_split
 from verifiers_rl.sync.sources import what_to_send
 from verifiers_rl.types import Batch, Rollout
 
 folder, kind, *cases = sys.argv[1:]
-# Chunks of 5 tokens, of which the ranks have different numbers.
-logprobs._CHUNK_ELEMENTS["cpu"] = 261 * 5
 sharding = {}  # of "launched": in the environment
 if kind == "fsdp2":
     sharding = {"fsdp": True, "fsdp_config": {"version": 2}}
@@ -126,8 +124,8 @@ class CountingTrainer(RLTrainer):
 def run(case):
     mode, *flags = case.split("-")
     reductions.clear()
-    has_chunks = "chunks" in flags
-    forward.chunk_size_for = (lambda *_: 1) if has_chunks else logprobs.chunk_size_for
+    # Of chunks of 5 tokens, the ranks have different numbers.
+    forward.chunk_size_for = lambda *_: 1 if "chunks" in flags else 5
     # With plain SGD and this learning rate, weights move by the gradient itself.
     optimizer = {"learning_rate": 2e-3, "max_grad_norm": 0.3}
     if "sgd" in flags:

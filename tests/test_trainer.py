@@ -682,7 +682,6 @@ AT_ONCE = {"metric_for_best_model": "reward"}
     "part, method, error, calls, options, checkpoint",
     [
         ("source", "get", ValueError("the environment broke"), range(9), {}, []),
-        ("source", "raise_if_failed", ValueError("the next batch"), range(3, 9), {}, [1]),
         ("source", "end_evaluation", InferenceServerError("all failed"), [0], EVALUATED, [3]),
         ("source", "end_evaluation", ValueError("it"), [0], {**EVALUATED, **AT_ONCE}, [2]),
         ("sink", "wait_for_server", InferenceServerError("none after 1 s"), [0], {}, [2]),

@@ -144,7 +144,6 @@ def set_advantages(
             if rollout.added_advantages is not None:
                 own = np.concatenate([sample.advantages for sample in rollout.samples])
                 rollout.set_advantage(own + rollout.added_advantages)
-        for rollout in survivors:
             check_size(rollout.advantage)
             for sample in rollout.samples:
                 check_size(sample.advantages)

@@ -28,7 +28,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,7 +56,7 @@ from verifiers_rl.types import ALLOWED_TOKENS, ROUTED_EXPERTS, Sample
 
 logger = logging.getLogger(__name__)
 
-KEYWORD = "sample_segments"  # the parameter of `attention` below that takes `SampleSegments`
+KEYWORD = "sample_segments"  # the parameter of `attention` below that takes a function
 # What a call of SDPA costs beside its work, in pairs of a query and a key, forward and backward.
 # Estimates: 0.1 ms on a CPU at 1 TFLOP/s and less, 0.05 ms on a GPU at 100.
 CALL_COST = {"cpu": 2**13, "cuda": 2**18}
@@ -112,47 +112,6 @@ def predict_targets(
 # --- Which tokens see each other ------------------------------------------------------------------
 
 
-class SampleSegments:
-    """What the attention of each layer needs of a microbatch, on its device.
-
-    Attributes:
-        way: how attention uses it: "calls", "varlen" or "flash".
-        rows: for each row, the number of queries and of keys of each segment, and the columns of
-            all keys, segment by segment.
-        masks: for calls, by numbers of queries and keys, (1, 1, queries, keys) bool; the last query
-            sees all keys.
-        sequences: of the first row, as flash attention takes their lengths.
-    """
-
-    def __init__(self, microbatch: Microbatch, device: torch.device, way: str) -> None:
-        self.way = way
-        self.rows: list[tuple[list[int], list[int], Tensor]] = []
-        self.masks: dict[tuple[int, int], Tensor] = {}
-        for row in range(len(microbatch.input_ids)):
-            segments = [segment for segment in microbatch.segments if segment.row == row]
-            queries = [segment.stop - segment.start for segment in segments]
-            paths = [segment.path for segment in segments]
-            keys = [len(path) for path in paths]
-            columns = copy_to(torch.from_numpy(np.concatenate(paths)), device)
-            self.rows.append((queries, keys, columns))
-            for n, m in zip(queries, keys, strict=True):
-                if way == "calls" and n < m and (n, m) not in self.masks:
-                    ones = torch.ones(n, m, dtype=torch.bool, device=device)
-                    self.masks[n, m] = ones.tril_(m - n)[None, None]
-
-        def borders(lengths: list[int]) -> Tensor:
-            ends = np.cumsum([0, *lengths], dtype=np.int32)
-            return copy_to(torch.from_numpy(ends), device)
-
-        queries, keys, _ = self.rows[0]
-        self.sequences = {
-            "cu_seq_lens_q": borders(queries),
-            "cu_seq_lens_k": borders(keys),
-            "max_length_q": max(queries),
-            "max_length_k": max(keys),
-        }
-
-
 def _is_cheaper_in_calls(microbatch: Microbatch, device: torch.device) -> bool:
     """Return whether a call for each sample takes less time than one with a mask."""
     num_rows, width = microbatch.input_ids.shape
@@ -166,68 +125,92 @@ def _is_cheaper_in_calls(microbatch: Microbatch, device: torch.device) -> bool:
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
-# Compiled for its lists of lengths, it would be compiled anew for each microbatch.
-@torch.compiler.disable
-def _in_calls(
-    attend: Attention,
-    segments: SampleSegments,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *args: Any,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Call SDPA for each segment."""
-    rows = []
-    for row, (queries, keys, columns) in enumerate(segments.rows):
-        parts = zip(
-            query[row].split(queries, 1),
-            key[row].index_select(1, columns).split(keys, 1),
-            value[row].index_select(1, columns).split(keys, 1),
-            strict=True,
-        )
-        outputs = [
-            attend(
-                module,
-                q[None],
-                k[None],
-                v[None],
-                segments.masks.get((q.shape[1], k.shape[1])),
-                *args,
-                **kwargs,
-            )[0]
-            for q, k, v in parts
-        ]
-        rows.append(torch.cat(outputs, 1))  # (1, T, heads, size of a head)
-    return torch.cat(rows), None
+class _BySegments:
+    """Calls attention for the segments of a microbatch.
 
-
-@torch.compiler.disable
-def _in_sequences(
-    attend: Attention,
-    segments: SampleSegments,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *args: Any,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Give flash attention sequences, in the only row of the layout "flat". Its causal mask lets
-    the last query of a sequence see the last key.
+    Args:
+        microbatch: on `device`.
+        device: of the model.
+        way: "calls" of SDPA, "varlen", or "flash". The last two take one row, as sequences.
     """
-    columns = segments.rows[0][2]
 
-    def attend_to(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        key, value = key.index_select(2, columns), value.index_select(2, columns)
-        return attend(module, query, key, value, None, *args, **segments.sequences, **kwargs)[0]
+    def __init__(self, microbatch: Microbatch, device: torch.device, way: str) -> None:
+        self._way = way
+        # For each row, the number of queries and of keys of each segment, and the columns of all
+        # keys, segment by segment.
+        self._rows: list[tuple[list[int], list[int], Tensor]] = []
+        # For calls, by numbers of queries and keys, (1, 1, queries, keys) bool; the last query sees
+        # all keys.
+        self._masks: dict[tuple[int, int], Tensor] = {}
+        for row in range(len(microbatch.input_ids)):
+            segments = [segment for segment in microbatch.segments if segment.row == row]
+            queries = [segment.stop - segment.start for segment in segments]
+            paths = [segment.path for segment in segments]
+            keys = [len(path) for path in paths]
+            columns = copy_to(torch.from_numpy(np.concatenate(paths)), device)
+            self._rows.append((queries, keys, columns))
+            for n, m in zip(queries, keys, strict=True):
+                if way == "calls" and n < m and (n, m) not in self._masks:
+                    ones = torch.ones(n, m, dtype=torch.bool, device=device)
+                    self._masks[n, m] = ones.tril_(m - n)[None, None]
 
-    if len(columns) == query.shape[2]:
-        return attend_to(query, key, value), None
-    # The keys of samples with tokens in common are many more than the row has. Backward does not
-    # keep them, and computes this again.
-    return checkpoint(attend_to, query, key, value, use_reentrant=False), None
+        def borders(lengths: list[int]) -> Tensor:
+            ends = np.cumsum([0, *lengths], dtype=np.int32)
+            return copy_to(torch.from_numpy(ends), device)
+
+        queries, keys, _ = self._rows[0]
+        self._sequences = {
+            "cu_seq_lens_q": borders(queries),
+            "cu_seq_lens_k": borders(keys),
+            "max_length_q": max(queries),
+            "max_length_k": max(keys),
+        }
+
+    # Compiled for its lists of lengths, it would be compiled anew for each microbatch.
+    @torch.compiler.disable
+    def __call__(
+        self,
+        attend: Attention,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        attend = partial(_varlen if self._way == "varlen" else attend, module, **kwargs)
+        by_segments = self._in_calls if self._way == "calls" else self._in_sequences
+        return by_segments(attend, query, key, value), None
+
+    def _in_calls(self, attend: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Call SDPA for each segment."""
+        rows = []
+        for row, (queries, keys, columns) in enumerate(self._rows):
+            parts = zip(
+                query[row].split(queries, 1),
+                key[row].index_select(1, columns).split(keys, 1),
+                value[row].index_select(1, columns).split(keys, 1),
+                map(self._masks.get, zip(queries, keys, strict=True)),
+                strict=True,
+            )
+            outputs = [attend(q[None], k[None], v[None], mask)[0] for q, k, v, mask in parts]
+            rows.append(torch.cat(outputs, 1))  # (1, T, heads, size of a head)
+        return torch.cat(rows)
+
+    def _in_sequences(self, attend: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Give flash attention sequences. Its causal mask lets the last query of a sequence see the
+        last key.
+        """
+        columns = self._rows[0][2]
+
+        def attend_to(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            key, value = key.index_select(2, columns), value.index_select(2, columns)
+            return attend(query, key, value, None, **self._sequences)[0]
+
+        if len(columns) == query.shape[2]:
+            return attend_to(query, key, value)
+        # The keys of samples with tokens in common are many more than the row has. Backward does
+        # not keep them, and computes this again.
+        return checkpoint(attend_to, query, key, value, use_reentrant=False)
 
 
 def _varlen(
@@ -247,15 +230,24 @@ def _varlen(
         *(q, k, v, lengths["cu_seq_lens_q"], lengths["cu_seq_lens_k"]),
         *(lengths["max_length_q"], lengths["max_length_k"]),
         scale=scaling,
-        window_size=(-1, 0),  # causal, see `_in_sequences`
+        window_size=(-1, 0),  # causal, see `_BySegments`
         enable_gqa=True,
     )
     return output[None], None
 
 
+def _in_whole_rows(
+    attend: Attention, *tensors: Any, position_ids: Any = None, **kwargs: Any
+) -> Any:
+    """Call attention for rows that are one sequence each: without a mask, and without positions,
+    because flash attention would wait for the device in each layer to see whether they restart.
+    """
+    return attend(*tensors, None, **kwargs)
+
+
 def wrap_attention(implementation: str) -> None:
-    """Make this implementation of transformers understand `SampleSegments`, once per process.
-    Given "whole rows", it gets no mask, so each row is one sequence. Else it does as before.
+    """Let this implementation of transformers take a `KEYWORD`, which then calls it. Once per
+    process; without the keyword it does as before.
     """
     attend: Any = ALL_ATTENTION_FUNCTIONS[implementation]
     if hasattr(attend, "takes_segments"):
@@ -267,22 +259,13 @@ def wrap_attention(implementation: str) -> None:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Any,
-        *args: Any,
-        sample_segments: SampleSegments | Literal["whole rows"] | None = None,
+        attention_mask: Any,
+        sample_segments: Callable[..., Any] | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        tensors = query, key, value
-        if isinstance(sample_segments, SampleSegments):
-            way = sample_segments.way
-            by_segment = _in_calls if way == "calls" else _in_sequences
-            function = _varlen if way == "varlen" else attend
-            return by_segment(function, sample_segments, module, *tensors, *args, **kwargs)
-        if sample_segments == "whole rows":
-            mask = None
-            # In each layer, flash attention would wait for the device to see whether they restart.
-            kwargs.pop("position_ids", None)
-        return attend(module, *tensors, mask, *args, **kwargs)
+        if sample_segments is None:
+            return attend(module, query, key, value, attention_mask, **kwargs)
+        return sample_segments(attend, module, query, key, value, **kwargs)
 
     wrapped: Any = attention
     wrapped.takes_segments = True
@@ -303,8 +286,7 @@ def attention_inputs(microbatch: Microbatch, config: Any, support: ModelSupport)
     if not support.shares_prefixes:
         return {"position_ids": microbatch.position_ids}
     implementation = str(config._attn_implementation)
-    num_samples = sum(not segment.is_padding for segment in microbatch.segments)
-    if num_samples <= len(microbatch.input_ids) and not microbatch.shares_prefixes:
+    if not microbatch.shares_rows:
         return inputs_of_whole_rows(implementation, microbatch.input_ids.device)
     way = "varlen" if support.layout == "flat" else None
     return inputs_of_shared_rows(microbatch, implementation, way)
@@ -316,7 +298,7 @@ def inputs_of_whole_rows(implementation: str, device: torch.device) -> dict[str,
     """
     if implementation != "sdpa" and "flash" not in implementation:
         return {}
-    return {KEYWORD: "whole rows", "attention_mask": _any_mask(device)}
+    return {KEYWORD: _in_whole_rows, "attention_mask": _any_mask(device)}
 
 
 def _any_mask(device: torch.device) -> Tensor:
@@ -335,7 +317,7 @@ def inputs_of_shared_rows(
         way: how SDPA keeps samples apart: "mask"; "calls", one for each; "varlen", of one row.
             Default: of the first two what takes less time.
     """
-    inputs: dict[str, Any] = {"position_ids": microbatch.position_ids}
+    inputs = {"position_ids": microbatch.position_ids}
     visible_until = microbatch.visible_until  # (B, T)
     device = visible_until.device
     if "flash" in implementation:
@@ -344,17 +326,15 @@ def inputs_of_shared_rows(
         way = "mask"
     elif way is None:
         way = "calls" if _is_cheaper_in_calls(microbatch, device) else "mask"
-    if way != "mask":
-        inputs[KEYWORD] = SampleSegments(microbatch, device, way)
-        inputs["attention_mask"] = _any_mask(device)
-    else:
+    if way == "mask":
         columns = torch.arange(visible_until.shape[1], device=device)
         query, key = columns[:, None], columns
         mask = (key <= query) & (query < visible_until[:, None, :])  # (B, T, T)
         if implementation == "eager":  # which adds it to the scores
             mask = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
-        inputs["attention_mask"] = mask[:, None]
-    return inputs
+        return {**inputs, "attention_mask": mask[:, None]}
+    by_segments = _BySegments(microbatch, device, way)
+    return {**inputs, KEYWORD: by_segments, "attention_mask": _any_mask(device)}
 
 
 # --- What is tried on the model before the first step ---------------------------------------------

@@ -87,7 +87,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def plain_logprobs_and_entropy(
-    logits: Tensor, targets: Tensor, temperature: float, entropy: Entropy
+    logits: Tensor, targets: Tensor, temperature: float, entropy_has_gradient: bool
 ) -> tuple[Tensor, Tensor]:
     """Like `token_logprobs_and_entropy` over the whole vocabulary. Compiled, it is one kernel that
     reads the logits in their own dtype, and one that writes their gradient. So the entropy costs
@@ -98,7 +98,7 @@ def plain_logprobs_and_entropy(
     # With a gather, backward would write zeros of the size of the logits first.
     is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
     logprobs = torch.where(is_target, log_p, 0.0).sum(-1)
-    if entropy != "gradient":
+    if not entropy_has_gradient:
         log_p = log_p.detach()
     return logprobs, -(log_p.exp() * log_p).sum(-1)
 
@@ -137,11 +137,10 @@ def token_logprobs_and_entropy(
         logprobs (N,) float32 in nats, with gradient; entropy (N,) float32 in nats.
     """
     if logits.device.type in COMPILED_ON and allowed is None:
-        # Once for any number of tokens, and for an entropy that is asked for and one that is not.
+        # Once for any number of tokens.
         for tensor in (logits, targets):
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        wanted = "value" if entropy == "none" else entropy
-        return compiled()(logits, targets, temperature, wanted)
+        return compiled()(logits, targets, temperature, entropy == "gradient")
     # An autograd node has this attribute if it saves its own output, as the node of tanh does.
     overwrite = overwrite and not hasattr(logits.grad_fn, "_raw_saved_result")
     return _TokenLogprobs.apply(logits, targets, temperature, entropy, overwrite, allowed)
@@ -247,16 +246,13 @@ def chunked_logprobs_and_entropy(
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-# Number of logits in a chunk: 256 MB in float32, on a GPU 1 GB. There each chunk reads the head's
-# weights, and adds to their gradient, in about the time of its products.
-_CHUNK_ELEMENTS = {"cpu": 2**26, "cuda": 2**28}
-
-
 def chunk_size_for(vocab_size: int, device_type: str) -> int:
     """Return how many tokens have the logits of a chunk: at Qwen3's 151,936 entries 441 on a CPU,
     1,766 on a GPU. Other devices, such as a Mac's, have those of a CPU.
     """
-    return max(_CHUNK_ELEMENTS.get(device_type, _CHUNK_ELEMENTS["cpu"]) // vocab_size, 1)
+    # 1 GB in float32, or 256 MB. On a GPU each chunk reads the head's weights, and adds to their
+    # gradient, in about the time of its products.
+    return max((2**28 if device_type == "cuda" else 2**26) // vocab_size, 1)
 
 
 class _InPlaceOf(torch.autograd.Function):

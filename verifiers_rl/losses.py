@@ -11,15 +11,14 @@ which is 1 unless `loss_normalization` says otherwise.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -136,7 +135,7 @@ def add_terms(loss_fn: LossFn, *terms: LossFn) -> LossFn:
         for outputs in parts:
             check_outputs(outputs, inputs)
         metrics = {name: values for part in parts for name, values in part.metrics.items()}
-        return LossOutputs(functools.reduce(torch.add, [part.loss for part in parts]), metrics)
+        return LossOutputs(sum((part.loss for part in parts[1:]), parts[0].loss), metrics)
 
     total.terms = terms  # type: ignore[attr-defined]
     every = [needs_of(function) for function in (loss_fn, *terms)]
@@ -606,27 +605,25 @@ def entropy_bonus(inputs: LossInputs, beta: float) -> LossOutputs:
 
 
 def weigh_samples(
-    num_loss_tokens: Sequence[int], rollouts: Sequence[int], normalization: str, constant: float
-) -> tuple[list[float], float]:
+    num_loss_tokens: np.ndarray, rollouts: np.ndarray, normalization: str, constant: float
+) -> tuple[np.ndarray, float]:
     """Choose the weights w and the denominator of a batch's loss, sum_t w_t * l_t / denominator.
 
     "token": the mean over loss tokens. "sequence": the mean over rollouts of each rollout's mean.
     "constant": the sum, divided by the same number in all batches (Dr. GRPO, arXiv:2503.20783).
 
     Args:
-        num_loss_tokens: for each sample of the global batch.
-        rollouts: for each sample, a number that the samples of one rollout share.
+        num_loss_tokens: (S,) int, for each sample of the global batch.
+        rollouts: (S,) int, a number that the samples of one rollout share.
         normalization: one of the three.
         constant: the denominator of "constant".
 
     Returns:
-        The weight of each sample's loss tokens, and the denominator, > 0.
+        The weight of each sample's loss tokens, (S,), and the denominator, > 0.
     """
     if normalization == "sequence":
-        totals = Counter[int]()
-        for rollout, num_tokens in zip(rollouts, num_loss_tokens, strict=True):
-            totals[rollout] += num_tokens
-        weights = [1 / max(totals[rollout], 1) for rollout in rollouts]
-        return weights, max(sum(total > 0 for total in totals.values()), 1)
-    ones = [1.0] * len(num_loss_tokens)
-    return ones, constant if normalization == "constant" else max(sum(num_loss_tokens), 1)
+        _, own = np.unique(rollouts, return_inverse=True)
+        totals = np.bincount(own, num_loss_tokens)
+        return 1 / np.maximum(totals, 1)[own], max(int(np.count_nonzero(totals)), 1)
+    denominator = constant if normalization == "constant" else max(num_loss_tokens.sum(), 1)
+    return np.ones(len(num_loss_tokens)), float(denominator)

@@ -137,8 +137,8 @@ def _load_folder(model: str, dtype: torch.dtype) -> Any:
 
 
 def _load_base(model: str, dtype: torch.dtype, revision: str | None = None) -> Any:
-    options: dict[str, Any] = {"dtype": dtype, **({"revision": revision} if revision else {})}
-    config = AutoConfig.from_pretrained(model, revision=revision or "main")
+    options: dict[str, Any] = {"dtype": dtype, "revision": revision or "main"}
+    config = AutoConfig.from_pretrained(model, revision=options["revision"])
     quantization = getattr(config, "quantization_config", None) or {}
     is_quantized = quantization.get("quant_method") in _DEQUANTIZED
     if is_quantized:  # load it as plain weights, which can be trained

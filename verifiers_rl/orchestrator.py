@@ -30,7 +30,6 @@ from verifiers_rl.advantages import AdvantageFn, set_advantages
 from verifiers_rl.config import RLConfig
 from verifiers_rl.data import ExampleOrder, examples_at, first_of_each, order_examples
 from verifiers_rl.inference import derive_seed
-from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.process import waiting
 from verifiers_rl.process.loop_thread import LoopThread
 from verifiers_rl.report.means import batch_metrics, evaluation_metrics
@@ -154,15 +153,6 @@ class Orchestrator:
             job.result.cancel()
         self._pending, self._evaluation = [], []
 
-    def raise_if_failed(self) -> None:
-        """Raise the error of the first pending batch or of the evaluation, if that has failed.
-        Returns at once. A lost server may come back, so only waiting raises that error.
-        """
-        for job in self._pending[:1] + self._evaluation:
-            error = job.result.exception() if job.result.done() else None
-            if error is not None and not isinstance(error, ServerLostError):
-                raise error
-
     # --- Evaluations, for the trainer -------------------------------------------------------------
 
     def begin_evaluation(
@@ -193,7 +183,7 @@ class Orchestrator:
 
     async def _generate(self, step: int, request: GroupRequest, num_batches: int) -> Batch:
         """Run the groups of a batch, and make a `Batch` of those that pass the filter."""
-        start = asyncio.get_running_loop().time()
+        start = time.monotonic()
         num_groups, first = self.args.groups_per_batch, self._first_position(step)
         positions = range(first, first + self.args.max_groups_per_batch)
         try:
@@ -201,7 +191,7 @@ class Orchestrator:
         except ValueError as error:
             raise RolloutError(str(error)) from error
         replace_until = start + num_batches * self._group_s
-        run = partial(self._run_with_advantages, request)
+        run = partial(self._run_group, request)
         running = run_groups(run, self.group_filter.passes, examples, num_groups, replace_until)
         complete = await while_served(running, self.check_server)
         groups = [group for group, _ in complete]
@@ -222,23 +212,9 @@ class Orchestrator:
             )
         metrics = batch_metrics(groups) | {"num_samples": float(len(samples))}
         metrics["filtered_share"] = 1 - len(passing) / len(groups)
-        metrics["generation_s"] = asyncio.get_running_loop().time() - start
+        metrics["generation_s"] = time.monotonic() - start
         version = request.policy_version
         return Batch(step, version, samples, rollouts, metrics, groups=groups)
-
-    async def _run_with_advantages(self, request: GroupRequest, index: int) -> list[Rollout]:
-        """Run the group of this example, and set its advantages, which the filter may look at."""
-        group = await self._run_group(request, index)
-        try:
-            set_advantages(
-                group,
-                self.advantage_fn,
-                mask_truncated=self.args.mask_truncated_completions,
-                zero_truncated=self.args.zero_truncated_completions,
-            )
-        except ValueError as error:
-            raise RolloutError(str(error)) from error
-        return group
 
     async def _evaluate(self, request: GroupRequest, examples: Sequence[int]) -> dict[str, float]:
         """Run the groups of these examples, and return their means."""
@@ -250,12 +226,11 @@ class Orchestrator:
         self.evaluated[request.policy_version] = groups
         # What it costs to end a run that has trained is more than what an evaluation says.
         warn_of_failures(groups, "eval", may_all_fail=request.policy_version > 0)
-        runtime = time.monotonic() - start
-        return {**evaluation_metrics(groups), "runtime": runtime}
+        return {**evaluation_metrics(groups), "runtime": time.monotonic() - start}
 
     async def _run_group(self, request: GroupRequest, index: int) -> list[Rollout]:
-        """Run the group of this example. Raises ServerLostError if rollouts fail because the server
-        is lost.
+        """Run the group of this example, and set the advantages of one to train on. Raises
+        ServerLostError if rollouts fail because the server is lost.
         """
         request.progress.num_requested += request.num_rollouts
         seed = self._group_seed(request.split, request.policy_version, index)
@@ -263,6 +238,16 @@ class Orchestrator:
         request.progress.num_groups += 1
         if any(rollout.error is not None for rollout in group):
             await asyncio.to_thread(self.check_server)
+        if request.split == "train":
+            try:
+                set_advantages(
+                    group,
+                    self.advantage_fn,
+                    mask_truncated=self.args.mask_truncated_completions,
+                    zero_truncated=self.args.zero_truncated_completions,
+                )
+            except ValueError as error:
+                raise RolloutError(str(error)) from error
         return group
 
     # --- Examples and seeds -----------------------------------------------------------------------

@@ -27,6 +27,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import Any, Literal
 
 import numpy as np
@@ -34,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import register_dataclass, tree_map_only
 
-from verifiers_rl.types import ROUTED_EXPERTS, Sample, SampleSizes, columns_of, lay_out
+from verifiers_rl.types import ROUTED_EXPERTS, Sample, SampleSizes, join_column
 
 Layout = Literal["flat", "packed", "padded"]
 Rows = list[list[int]]  # for each row, the indices of its samples
@@ -80,15 +81,14 @@ class Segment:
     Attributes:
         row: of the microbatch.
         start, stop: its offsets in the row.
-        path: (tokens of the sample,) int64, the offsets of all tokens of the sample.
-        is_padding: these are no tokens of a sample; they see each other.
+        path: (tokens of the sample,) int64, the offsets of all tokens of the sample. The tokens of
+            padding see each other.
     """
 
     row: int
     start: int
     stop: int
     path: np.ndarray
-    is_padding: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class Microbatch:
         extras: those `OF_INPUTS` that a sample has, (B, T, ...) each; -1 where there is none.
         segments: of each sample that has tokens of its own, and of the padding, from left to right
             in each row.
-        shares_prefixes: whether samples have tokens in common.
+        shares_rows: whether a row has several samples.
         num_tokens: tokens without padding.
     """
 
@@ -119,7 +119,7 @@ class Microbatch:
     visible_until: Tensor
     targets: Targets
     segments: list[Segment]
-    shares_prefixes: bool
+    shares_rows: bool
     num_tokens: int
     sample_ids: list[int] = field(default_factory=list)
     extras: dict[str, Tensor] = field(default_factory=dict)
@@ -196,58 +196,50 @@ def plan_microbatches(
     # From the costliest on, each goes to the rank with the least cost so far that has a place left.
     per_rank = max(math.ceil(len(microbatches) / num_ranks), 1)
     dealt: list[list[Rows]] = [[] for _ in range(num_ranks)]
-    spent = [0.0] * num_ranks
+    ranks = [(0.0, rank) for rank in range(num_ranks)]
     for rows in sorted(microbatches, key=cost, reverse=True):
-        rank = min(
-            (r for r in range(num_ranks) if len(dealt[r]) < per_rank), key=lambda r: spent[r]
-        )
+        spent, rank = heappop(ranks)
         dealt[rank].append(rows)
-        spent[rank] += cost(rows)
+        if len(dealt[rank]) < per_rank:
+            heappush(ranks, (spent + cost(rows), rank))
     for share_of_rank in dealt:
         share_of_rank += [[] for _ in range(per_rank - len(share_of_rank))]
     return dealt
 
 
 def _fill(lengths: Sequence[int], max_tokens: int, layout: Layout) -> list[Rows]:
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    microbatches = []
-    while order:
-        rows, order = _first_fit(order, lengths, max_tokens, layout)
+    """Return microbatches. Each has what of the samples that are left finds a place in it."""
+    left = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    microbatches: list[Rows] = []
+    while left:
+        order, left = left, []
+        longest = lengths[order[0]]
+        width = max(max_tokens, longest) if layout == "flat" else longest
+        max_rows = max(max_tokens // width, 1)
+        is_shared = layout == "flat" or (layout == "packed" and width <= MAX_SHARED_WIDTH)
+        rows: Rows = []
+        room: list[int] = []  # of each row, for more samples
+        at = 0
+        while at < len(order):
+            i = order[at]
+            place = next((r for r in range(len(rows)) if room[r] >= lengths[i]), None)
+            # A short sample opens no row, because the rows of the next microbatch are narrower.
+            if place is None and len(rows) < max_rows and (2 * lengths[i] > width or not rows):
+                place = len(rows)
+                rows.append([])
+                room.append(width if is_shared else lengths[i])
+            if place is not None:
+                rows[place].append(i)
+                room[place] -= lengths[i]
+                at += 1
+                continue
+            # From here on no sample opens a row, because they get shorter. Go on at the first that
+            # fits, without a look at those before: with thousands, that would take seconds.
+            fits = bisect_left(order, -max(room), at, key=lambda i: -lengths[i])
+            left += order[at:fits]
+            at = fits
         microbatches.append(rows)
     return microbatches
-
-
-def _first_fit(
-    order: list[int], lengths: Sequence[int], max_tokens: int, layout: Layout
-) -> tuple[Rows, list[int]]:
-    """Return one microbatch, and the samples that found no place in it."""
-    longest = lengths[order[0]]
-    width = max(max_tokens, longest) if layout == "flat" else longest
-    max_rows = max(max_tokens // width, 1)
-    is_shared = layout == "flat" or (layout == "packed" and width <= MAX_SHARED_WIDTH)
-    rows: Rows = []
-    room: list[int] = []  # of each row, for more samples
-    left: list[int] = []
-    at = 0
-    while at < len(order):
-        i = order[at]
-        place = next((r for r in range(len(rows)) if room[r] >= lengths[i]), None)
-        # A short sample opens no row, because the rows of the next microbatch are narrower.
-        if place is None and len(rows) < max_rows and (2 * lengths[i] > width or not rows):
-            place = len(rows)
-            rows.append([])
-            room.append(width if is_shared else lengths[i])
-        if place is not None:
-            rows[place].append(i)
-            room[place] -= lengths[i]
-            at += 1
-            continue
-        # From here on no sample opens a row, because they get shorter. Go on at the first that
-        # fits, without a look at those before: with thousands of samples, that would take seconds.
-        fits = bisect_left(order, -max(room), at, key=lambda i: -lengths[i])
-        left += order[at:fits]
-        at = fits
-    return rows, left
 
 
 def plan_batch(
@@ -274,23 +266,8 @@ def plan_batch(
     if support.attention == "eager":
         widest = min(widest, MAX_MASKED_WIDTH)
     hidden_size = support.hidden_size
-    bundles, widths, num_shared = _bundle(sizes, is_computed, widest, hidden_size)
-    plans = plan_microbatches(widths, max_tokens, num_ranks, support.layout, hidden_size)
-    of_ranks = [
-        [[[i for bundle in row for i in bundles[bundle]] for row in rows] for rows in plan]
-        for plan in plans
-    ]
-    return of_ranks, num_shared
-
-
-def _bundle(
-    sizes: SampleSizes, is_computed: np.ndarray, max_tokens: int, hidden_size: int
-) -> tuple[list[list[int]], list[int], np.ndarray]:
-    """Split samples into bundles: neighbours in `sizes.order` that share a row. Return them, the
-    tokens of each, and `num_shared` of `plan_batch`.
-    """
-    bundles: list[list[int]] = []
-    widths: list[int] = []
+    bundles: list[list[int]] = []  # of neighbours in `sizes.order` that share a row
+    widths: list[int] = []  # the tokens of each
     num_shared = np.zeros_like(sizes.lengths)
     common = 0  # with the last sample that is computed
     for i, shared in zip(sizes.order.tolist(), sizes.num_shared.tolist(), strict=True):
@@ -299,7 +276,7 @@ def _bundle(
             continue
         length = int(sizes.lengths[i])
         own = length - common
-        if bundles and _saves_time(widths[-1], own, common, max_tokens, hidden_size):
+        if bundles and _saves_time(widths[-1], own, common, widest, hidden_size):
             bundles[-1].append(i)
             widths[-1] += own
             num_shared[i] = common
@@ -307,7 +284,12 @@ def _bundle(
             bundles.append([i])
             widths.append(length)
         common = length
-    return bundles, widths, num_shared
+    plans = plan_microbatches(widths, max_tokens, num_ranks, support.layout, hidden_size)
+    of_ranks = [
+        [[[i for bundle in row for i in bundles[bundle]] for row in rows] for rows in plan]
+        for plan in plans
+    ]
+    return of_ranks, num_shared
 
 
 def _saves_time(width: int, own: int, common: int, max_tokens: int, hidden_size: int) -> bool:
@@ -326,7 +308,7 @@ def _saves_time(width: int, own: int, common: int, max_tokens: int, hidden_size:
 def collate(
     samples: Sequence[Sample],
     rows: Rows,
-    weights: Sequence[float],
+    weights: Sequence[float] | np.ndarray,
     pad_token_id: int,
     num_shared: Sequence[int] | np.ndarray | None = None,
 ) -> Microbatch:
@@ -347,12 +329,11 @@ def collate(
     positions = np.arange(width)
     position_ids = np.tile(positions, (shape[0], 1))
     visible_until = np.full(shape, width)
-    columns = columns_of([samples[i] for row in rows for i in row] or samples)
-    extras = {
-        name: np.full((*shape, *columns[name].shape), -1, columns[name].base)
-        for name in OF_INPUTS
-        if name in columns
-    }
+    chosen, extras = [samples[i] for row in rows for i in row], {}
+    for name in OF_INPUTS:
+        if known := [s.extras[name][:0] for s in chosen or samples if name in s.extras]:
+            like = np.concatenate(known)
+            extras[name] = np.full((*shape, *like.shape[1:]), -1, like.dtype)
     segments: list[Segment] = []
     sample_ids: list[int] = []  # of samples with loss tokens, and of each of them:
     sources: list[tuple[Sample, float, int, np.ndarray, np.ndarray]] = []
@@ -381,7 +362,7 @@ def collate(
                 sample_ids.append(i)
         num_tokens += stop
         if stop < width:
-            segments.append(Segment(r, stop, width, positions[stop:], is_padding=True))
+            segments.append(Segment(r, stop, width, positions[stop:]))
         # The positions of the last sample continue in the padding, so that a row of one sample
         # looks like one sequence.
         first = position_ids[r, start_of_last]
@@ -391,15 +372,15 @@ def collate(
         # predicted, and its loss is not used.
         nothing = Sample(input_ids[0, :2], positions[:2] == 1, np.zeros(2), np.zeros(2))
         sources.append((nothing, 0.0, 0, positions[1:2], positions[:1]))
+        no = positions[:0]
+        sources += [(sample, 0.0, 0, no, no) for sample in samples]  # for the names of the columns
     parts, weights, rows_of_parts, loss_tokens, offsets = zip(*sources, strict=True)
     counts = torch.tensor([len(at) for at in loss_tokens])
 
     def column_of_targets(name: str) -> Tensor:
-        column = np.empty((int(counts.sum()), *columns[name].shape), columns[name].base)
-        whole = (part.column(name) for part in parts)
+        whole = [part.column(name) for part in parts]
         own = [None if c is None else c[at] for c, at in zip(whole, loss_tokens, strict=True)]
-        lay_out([*zip(counts.tolist(), own, strict=True)], column)
-        return torch.from_numpy(column)
+        return torch.from_numpy(join_column(name, [*zip(counts.tolist(), own, strict=True)]))
 
     targets = Targets(
         rows=torch.tensor(rows_of_parts).repeat_interleave(counts),
@@ -411,8 +392,8 @@ def collate(
         weights=torch.tensor(weights, dtype=torch.float32).repeat_interleave(counts),
         extras={
             name: column_of_targets(name)
-            for name in columns
-            if name not in (*Sample.DTYPES, *OF_INPUTS)
+            for name in dict.fromkeys(name for part in parts for name in part.extras)
+            if name not in OF_INPUTS
         },
     )
     return Microbatch(
@@ -421,7 +402,7 @@ def collate(
         visible_until=torch.from_numpy(visible_until),
         targets=targets,
         segments=segments,
-        shares_prefixes=any(shares.values()),
+        shares_rows=any(len(row) > 1 for row in rows),
         num_tokens=num_tokens,
         sample_ids=sample_ids,
         extras={name: torch.from_numpy(grid) for name, grid in extras.items()},
@@ -436,9 +417,9 @@ def copy_to(part: Any, device: torch.device) -> Any:
     """Copy a tensor, or all tensors of a microbatch. From pinned memory, so the host does not wait
     for it.
     """
-    is_cuda = device.type == "cuda"
 
     def copy(tensor: Tensor) -> Tensor:
-        return (tensor.pin_memory() if is_cuda else tensor).to(device, non_blocking=True)
+        pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+        return pinned.to(device, non_blocking=True)
 
     return tree_map_only(Tensor, copy, part)

@@ -30,7 +30,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property, partial
 from typing import Any, cast
@@ -278,11 +278,9 @@ class RLTrainer(SavingTrainer):
         num_loss_tokens = sizes.num_loss_tokens
         if chosen is not None:
             num_loss_tokens = np.where(chosen, num_loss_tokens, 0)
+        constant = args.batch_size * args.max_seq_len
         loss_weights, denominator = weigh_samples(
-            num_loss_tokens.tolist(),
-            sizes.rollout_ids.tolist(),
-            args.loss_normalization,
-            args.batch_size * args.max_seq_len,
+            num_loss_tokens, sizes.rollout_ids, args.loss_normalization, constant
         )
         # Samples without gradient count in the denominator, but are not computed.
         is_computed = num_loss_tokens > 0
@@ -294,14 +292,19 @@ class RLTrainer(SavingTrainer):
         own = self._microbatches(batch, is_computed, loss_weights) if num_loss_tokens.any() else ()
         with disable_input_dtype_casting(model, self.accelerator.native_amp):  # autocast does it
             for microbatch, is_last in own:
-                self._stop_if_asked()
+                # A signal ends the run here, unless the step cannot be repeated.
+                if self.checkpoints.can_repeat_step:
+                    self._interrupts.check_all(waits=False)
                 with accumulating(self.accelerator, args, model, is_last):
                     with self.compute_loss_context_manager():
                         loss = self.microbatch_loss(model, microbatch, means)
                         loss = loss * args.world_size / denominator
                     batch_loss += loss.detach()
                     if is_last:
-                        self._before_last_backward(batch_loss)
+                        with self.checkpoints.saving_on_error():
+                            raise_if_not_finite(batch_loss)
+                        if self.is_deepspeed_enabled:  # it takes its step in this backward
+                            self.checkpoints.can_repeat_step = False
                     self.accelerator.backward(loss)
         with self.checkpoints.saving_on_error():
             raise_if_gradient_not_finite(model)
@@ -309,8 +312,8 @@ class RLTrainer(SavingTrainer):
 
     def update_now(self, model: nn.Module) -> None:
         """Take a step of the optimizer between two calls of `train_on`. Trainer takes the last one
-        of a batch, whose `grad_norm` is logged. In between, signals and errors of rollouts wait and
-        nothing is saved, because the step could not be repeated.
+        of a batch, whose `grad_norm` is logged. In between, signals wait and nothing is
+        saved, because the step could not be repeated.
         """
         self.checkpoints.can_repeat_step = False
         if self.args.max_grad_norm:
@@ -320,14 +323,14 @@ class RLTrainer(SavingTrainer):
         optimizer.zero_grad()
 
     def _microbatches(
-        self, batch: Batch, is_computed: np.ndarray, loss_weights: Sequence[float]
+        self, batch: Batch, is_computed: np.ndarray, loss_weights: np.ndarray
     ) -> Iterator[tuple[Microbatch, bool]]:
         """Pack samples of a batch, and count what is computed. Give this rank's microbatches on
         its device, each with whether it is the last one.
 
         Args:
             is_computed: (S,) bool, the samples to pack.
-            loss_weights: of the loss tokens of each sample.
+            loss_weights: (S,), of the loss tokens of each sample.
         """
         args, counts, sizes, support = self.args, self._counts, batch.sizes, self.tried_support
         max_tokens = support.token_budget or args.token_budget
@@ -372,7 +375,9 @@ class RLTrainer(SavingTrainer):
         self.evaluations.begin()  # also where no batch is requested
         last = min(step + num_ahead, self.args.max_steps - 1)
         for ahead in range(step + self.orchestrator.num_pending, last + 1):
-            self._request(ahead)
+            self.push_weights()
+            version = self.weight_sync.policy_version or 0
+            self.orchestrator.submit(ahead, self.weight_sync.model_name, version)
         start = time.monotonic()
         self.batch = self.orchestrator.get()
         self._metrics["wait_s"] = wait_s + time.monotonic() - start
@@ -380,13 +385,6 @@ class RLTrainer(SavingTrainer):
         if not num_ahead and self.weight_sync.sleeps:
             self.evaluations.end()
             self.weight_sync.sleep()
-
-    def _request(self, step: int) -> None:
-        """Request the batch of a step, of the weights that this step starts from."""
-        self.push_weights()
-        self.evaluations.begin()
-        version = self.weight_sync.policy_version or 0
-        self.orchestrator.submit(step, self.weight_sync.model_name, version)
 
     def push_weights(self) -> None:
         """Send the weights of this step to the server, unless the server has them. The policy
@@ -521,25 +519,6 @@ class RLTrainer(SavingTrainer):
         super().log(logs, start_time)
 
     # --- Rank 0, signals, a lost server -----------------------------------------------------------
-
-    def _stop_if_asked(self) -> None:
-        """Raise what ends the run between two microbatches: a signal, or an error of the rollouts.
-        Of several ranks, the others would wait for this rank's gradients, so there `_next_batch`
-        raises the error on all, as it does where this step cannot be repeated.
-        """
-        if not self.checkpoints.can_repeat_step:
-            return
-        self._interrupts.check_all(waits=False)
-        if self.args.world_size == 1:
-            with self.checkpoints.saving_on_error():
-                self.orchestrator.raise_if_failed()
-
-    def _before_last_backward(self, batch_loss: Tensor) -> None:
-        """Look at the loss of the batch, before a backward in which DeepSpeed takes its step."""
-        with self.checkpoints.saving_on_error():
-            raise_if_not_finite(batch_loss)
-        if self.is_deepspeed_enabled:
-            self.checkpoints.can_repeat_step = False
 
     def _on_rank_0(self, job: Callable[[], None]) -> None:
         """Do this job on rank 0, while the other ranks wait, and help to gather split weights. It

@@ -32,38 +32,37 @@ ALLOWED_TOKENS = "allowed_tokens"
 Column = Literal["positions", "num_tokens", "rollout_id", "group_id", "reward"]
 
 
-def lay_out(parts: Sequence[tuple[int, np.ndarray | None]], column: np.ndarray) -> None:
-    """Write parts of a column into it, one after the other. What they leave free is -1, or NaN.
+def join_column(name: str, parts: Sequence[tuple[int, np.ndarray | None]]) -> Any:
+    """Return a column of these parts, one after the other and as wide as the widest. What they
+    leave free is -1, or NaN. None if no part has it.
 
     Args:
-        parts: the number of tokens of each, and its numbers: (tokens, ...), perhaps narrower than
-            the column; None if its tokens have none.
-        column: (tokens of all parts, ...).
+        name: of the column.
+        parts: the number of tokens of each, and its numbers, (tokens, ...); None if its tokens have
+            none.
+
+    Raises:
+        ValueError: its dtype has no number for tokens without one.
     """
-    width = column.shape[1:]
-    whole = [part for _, part in parts if part is not None and part.shape[1:] == width]
-    if whole and len(whole) == len(parts):  # the usual case, and several times as fast
-        np.concatenate(whole, out=column)
-        return
-    start = 0
-    for num_tokens, part in parts:
-        room = column[start : start + num_tokens]
-        start += num_tokens
-        if part is None or part.shape != room.shape:
-            room[...] = math.nan if column.dtype.kind == "f" else -1
-        if part is not None:
-            room[(slice(None), *map(slice, part.shape[1:]))] = part
-
-
-def join_column(parts: Sequence[tuple[int, np.ndarray | None]]) -> np.ndarray | None:
-    """Return a column of these parts, see `lay_out`, as wide as the widest; None if none has it."""
     known = [part for _, part in parts if part is not None]
     if not known:
         return None
-    shape = map(max, zip(*{part.shape[1:] for part in known}, strict=True))
-    dtype = np.result_type(*known)
-    column = np.empty((sum(num_tokens for num_tokens, _ in parts), *shape), dtype)
-    lay_out(parts, column)
+    shapes, own = {part.shape[1:] for part in known}, Sample.DTYPES.get(name)
+    dtype = np.dtype(own or np.result_type(*{part.dtype for part in known}))
+    if own is None and dtype.kind not in "if":
+        raise ValueError(
+            f"extras[{name!r}] has the dtype {dtype}, which has no -1 for a token without a "
+            "number; make it signed integers or floats, such as .astype(np.int8)"
+        )
+    if len(shapes) == 1 and len(known) == len(parts):  # the usual case, and several times as fast
+        return np.concatenate(known, dtype=dtype)
+    shape = sum(num_tokens for num_tokens, _ in parts), *map(max, zip(*shapes, strict=True))
+    column = np.full(shape, math.nan if dtype.kind == "f" else -1, dtype)
+    start = 0
+    for num_tokens, part in parts:
+        if part is not None:
+            column[(slice(start, start + num_tokens), *map(slice, part.shape[1:]))] = part
+        start += num_tokens
     return column
 
 
@@ -158,43 +157,28 @@ class Sample:
         self.advantages = np.where(self.loss_mask, values, np.float32(0))
 
 
-def columns_of(samples: Sequence[Sample]) -> dict[str, np.dtype]:
-    """Return the columns that at least one sample has, with what a token has of each, as wide as
-    the widest: a number, or an array of numbers.
-    """
-    columns: dict[str, np.dtype] = {name: np.dtype(dtype) for name, dtype in Sample.DTYPES.items()}
-    for sample in samples:
-        for name, column in sample.extras.items():
-            shape, dtype = column.shape[1:], column.dtype
-            if dtype.kind not in "if":
-                raise ValueError(
-                    f"extras[{name!r}] has the dtype {dtype}, which has no -1 for a token without "
-                    "a number; make it signed integers or floats, such as .astype(np.int8)"
-                )
-            if name in columns:
-                shape = tuple(map(max, shape, columns[name].shape))
-                dtype = np.result_type(dtype, columns[name].base)
-            columns[name] = np.dtype((dtype, shape))
-    return columns
-
-
 def pack_samples(samples: Sequence[Sample]) -> tuple[dict[str, Any], np.ndarray]:
     """Return samples in a form for another process: what `unpack_samples` must know of them, as
-    JSON has it, and the tokens of all, one record each, as bytes (B,) uint8.
+    JSON has it, and their columns, one after the other, as bytes (B,) uint8.
     """
-    columns = np.dtype([*columns_of(samples).items()])
+    names = dict.fromkeys(name for s in samples for name in (*Sample.DTYPES, *s.extras))
+    columns = {
+        name: join_column(name, [(s.num_tokens, s.column(name)) for s in samples]) for name in names
+    }
+    kinds = [(name, column.dtype.str, column.shape[1:]) for name, column in columns.items()]
     numbers = [(s.num_tokens, s.rollout_id, s.group_id) for s in samples]
-    tokens = np.empty(sum(sample.num_tokens for sample in samples), columns)
-    for name in columns.names or ():
-        lay_out([(s.num_tokens, s.column(name)) for s in samples], tokens[name])
-    return {"columns": columns.descr, "samples": numbers}, tokens.view(np.uint8)
+    content = [column.reshape(-1).view(np.uint8) for column in columns.values()]
+    nothing = np.zeros(0, np.uint8)
+    return {"columns": kinds, "samples": numbers}, np.concatenate([nothing, *content])
 
 
 def unpack_samples(message: dict[str, Any], content: Any) -> list[Sample]:
     """Return the samples that `pack_samples` packed, without their rewards."""
-    columns = [(name, base, *map(tuple, shape)) for name, base, *shape in message["columns"]]
-    tokens = np.frombuffer(content, columns)
-    whole = {name: np.ascontiguousarray(tokens[name]) for name, *_ in columns}
+    num_tokens, start = sum(num for num, *_ in message["samples"]), 0
+    whole = {}
+    for name, dtype, shape in message["columns"]:
+        whole[name] = np.ndarray((num_tokens, *shape), dtype, content, start).copy()
+        start += whole[name].nbytes
     samples = []
     start = 0
     for num_tokens, rollout_id, group_id in message["samples"]:
@@ -421,7 +405,6 @@ class BatchSource(Protocol):
     def num_pending(self) -> int: ...
     def start(self) -> None: ...
     def submit(self, step: int, model: str, policy_version: int) -> None: ...
-    def raise_if_failed(self) -> None: ...
     def wait(self) -> None: ...
     def get(self) -> Batch: ...
     def discard(self) -> None: ...

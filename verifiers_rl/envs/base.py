@@ -197,7 +197,7 @@ def samples_from_turns(
         samples.append(sample := Sample(*columns))
         experts.append((len(sample.token_ids) - sum(num for num, _ in experts), None))
         for name, parts in ((ALLOWED_TOKENS, masks), (ROUTED_EXPERTS, experts)):
-            if (column := join_column(parts)) is not None:
+            if (column := join_column(name, parts)) is not None:
                 sample.extras[name] = column
     return samples
 

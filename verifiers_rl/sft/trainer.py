@@ -233,7 +233,7 @@ class SFTTrainer(RLTrainer):
         batch = Batch(0, 0, self._held_out or []) if args.process_index == 0 else None
         batch = broadcast_batch(batch)
         sizes = batch.sizes
-        weights = [1.0] * len(sizes.lengths)
+        weights = np.ones(len(sizes.lengths))
         total = torch.zeros((), dtype=torch.float64, device=args.device)
         was_training = model.training
         model.eval()
