@@ -41,8 +41,7 @@ from verifiers_rl.cli.plan import (
     trainer_command,
 )
 from verifiers_rl.cli.resolved import dry_run, write_resolved
-from verifiers_rl.cli.supervise import LOGS, TOKEN, ThisMachine, supervise
-from verifiers_rl.inference.client import TOKEN_VARIABLE
+from verifiers_rl.cli.supervise import LOGS, ThisMachine, set_token, supervise
 from verifiers_rl.process.terminal import print_all_characters
 from verifiers_rl.report.run_folder import RunFolderError, WritingError, read_metrics
 
@@ -164,12 +163,12 @@ def run_script(words: list[str]) -> int:
         raise TomlError(f"{path}: there is no such script")
     gpus = visible_gpus()
     gpus = gpus[1:] or gpus
+    set_token()
     ranks = RunConfig.model_construct(trainer=TrainerTable(gpus=len(gpus)))
     with tempfile.TemporaryDirectory(prefix="vf-rl-") as folder:
         request = Path(folder, f"{path.stem}.toml")
         env = {
             REQUEST_VARIABLE: str(request),
-            TOKEN_VARIABLE: TOKEN,
             "CUDA_VISIBLE_DEVICES": ",".join(gpus),
             **launcher_env(),
         }
