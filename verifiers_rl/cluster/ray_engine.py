@@ -335,6 +335,7 @@ def run_on_ray(
         TomlError: Ray is not installed, does not answer, or the configuration cannot run there.
     """
     try:
+        # Not before: Ray reads RAY_AUTH_MODE, which `machines` has set, while it is imported.
         import ray
         import ray.util.scheduling_strategies
     except ImportError as error:
