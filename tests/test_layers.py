@@ -182,7 +182,7 @@ def test_words_are_files_behind_an_at_sign_options_of_the_program_or_keys_in_any
         return parse_command_line(parser, list(words))[1]
 
     words = ["--resume", "--trainer.args.run_name=a b", "@", str(first), "--sampling.stop", "c d"]
-    config = parse(*words, "e", f"@{second}")
+    config = parse(*words, "e", "@", str(second))
     assert config.layers.files == [first, second] and config.trainer.gpus == 0
     given = {"run_name": "a b", "stop": ["c d", "e"], "resume_from_checkpoint": True}
     assert given.items() <= config.trainer.args.items()

@@ -694,11 +694,7 @@ def parse_command_line(
     parser.add_argument(
         "@", dest="files", action="append", type=Path, metavar="FILE", help="a TOML; the last wins"
     )
-    # @FILE is @ FILE.
-    words: list[str] = []
-    for word in argv:
-        words += ["@", word[1:]] if word.startswith("@") and word[1:] else [word]
-    options, rest = parser.parse_known_args(words)
+    options, rest = parser.parse_known_args(argv)
     if not options.files:
         raise TomlError("no configuration: give one as `@ config.toml`")
     checks_model = not getattr(options, "dry_run", False)
