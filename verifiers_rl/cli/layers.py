@@ -15,7 +15,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -56,29 +56,21 @@ class Setting:
 
     @property
     def place(self) -> str:
-        """Where it is from, for an error about it: the source and the table."""
-        return f"{self.source}: {table_name(self.written[:-1])}".removesuffix(" ")
+        """Where it is from, for an error about it: the source and the table. Items of [[env]] have
+        numbers from 0, as on the command line: [env.1.args].
+        """
+        table = ".".join(self.written[:-1])
+        return f"{self.source}: [{table}]" if table else f"{self.source}:"
 
     def error(self, problem: str) -> TomlError:
         """Return the error about it: "FILE: [table] key=value: problem". A secret is not shown."""
         if isinstance(self.value, dict):
-            return TomlError(f"{self.source}: {table_name(self.written)}: {problem}")
-        colon, name = ":" * self.place[-1].isdigit(), self.written[-1]  # behind "[[env]] 2"
+            return TomlError(f"{self.source}: [{'.'.join(self.written)}]: {problem}")
+        name = self.written[-1]
         if self.value is MISSING:
-            return TomlError(f"{self.place}{colon} {name} {problem}")
+            return TomlError(f"{self.place} {name} {problem}")
         shown = "***" if is_secret_key(name, self.value) else repr(self.value)
-        return TomlError(f"{self.place}{colon} {name}={shown}: {problem}")
-
-
-def table_name(parts: Sequence[str]) -> str:
-    """Return a table's name as in a TOML: "[trainer.args]", "[[env]] 2: [env.args]"."""
-    item = next((at for at, part in enumerate(parts) if part.isdigit()), None)
-    if item is None:
-        return f"[{'.'.join(parts)}]" if parts else ""
-    array = ".".join(parts[:item])
-    name = f"[[{array}]] {int(parts[item]) + 1}"
-    inside = parts[item + 1 :]
-    return f"{name}: [{'.'.join([array, *inside])}]" if inside else name
+        return TomlError(f"{self.place} {name}={shown}: {problem}")
 
 
 def nearest_hint(key: str, known: Collection[str]) -> str:
