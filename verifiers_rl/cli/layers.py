@@ -228,11 +228,10 @@ def _put(tree: Data, setting: Setting) -> None:
         at: Any = part
         if isinstance(here, list):
             if not (part.isdigit() and int(part) < len(here)):
-                name = key[depth - 1]
-                shown = ".".join([*key[:depth], "0", *key[depth + part.isdigit() :]])
+                name = ".".join(key[:depth])
                 raise TomlError(
-                    f"{COMMAND_LINE}: {'.'.join(key)}: there are {len(here)} [[{name}]]; give the "
-                    f"number of one, from 0 to {len(here) - 1}, such as --{shown}"
+                    f"{COMMAND_LINE}: {'.'.join(key)}: there are {len(here)} [[{name}]]; give one "
+                    f"as {name}.N, with N from 0 to {len(here) - 1}"
                 )
             at = int(part)
         inner = here[at] if isinstance(here, list) else here.get(at)
