@@ -34,10 +34,3 @@ def test_the_ledger_says_when_a_target_was_reached(monkeypatch, tmp_path):
     ledger.write_rows(tmp_path / "rows.csv", [row, again, again])
     table = ledger.table_of(ledger.answers_of(ledger.read_rows(tmp_path / "rows.csv")))
     assert "demo, 0 steps, seconds to 0.6 exact_match: mine 40.5 +- 19.1 s." in table
-
-
-def test_an_idea_that_cannot_be_entered_is_one_line(run_main, monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    ledger, words = import_module("ledger"), ("--name", "mine", "--loss", "no.such:fn")
-    said, *_ = run_main(ledger.main, *words, "--folder", tmp_path)
-    assert said.startswith("ledger.py: no.such:fn: there is no file of a module 'no.such'")

@@ -6,7 +6,6 @@ import pytest
 
 from tests.conftest import is_running, wait_until
 from verifiers_rl.cli.children import LocalChild
-from verifiers_rl.cli.supervise import answers
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +104,3 @@ time.sleep(300)
     again.touch()
     child.stop()
     assert child.poll() == 3
-
-
-def test_nothing_answers_where_no_server_is():
-    assert not answers(None) and not answers(("127.0.0.1", 1))

@@ -83,5 +83,5 @@ def test_where_nothing_learns_no_teacher_is_needed(compose, no_environments):
 
 def test_a_teacher_that_only_vf_rl_starts_is_one_line_elsewhere(compose, no_environments):
     config = compose(OURS + ENVS + TEACHERS)
-    with pytest.raises(TomlError, match=r"config\.toml: \[\[teacher\]\] 2: base_url is missing"):
+    with pytest.raises(TomlError, match=r"config\.toml: \[teacher\.1\] base_url is missing"):
         config.load_envs()

@@ -117,7 +117,6 @@ def test_llms_txt_is_a_title_a_summary_and_the_list_of_pages():
     head, _, pages = read("docs/llms.txt").partition("\n## ")
     assert re.match(r"# verifiers_rl\n\n> .+\n\n", head)
     assert pages == read("docs/index.md").partition("\n## ")[2]
-    assert len(re.findall(r"^- \[.+\]\(.+\): .", pages, re.MULTILINE)) == pages.count("\n- ")
 
 
 def test_the_image_copies_files_that_exist_and_installs_extras_that_exist():
@@ -157,12 +156,10 @@ def test_the_reference_has_every_option_and_says_what_the_code_checks():
     base = {option.name for option in fields(transformers.TrainingArguments)}
     assert {option.name for option in fields(RLConfig)} - base <= own
     page = read("docs/reference.md")
-    assert all(f"\n| `{name}` | " in page for name in own)
     helps = reference().helps(RLConfig)
     assert len(own - base) > 30 and [n for n in own - base if len(helps[n]) < 15] == []
     assert "| `batch_size` | an integer >= 1 | `512` | Rollouts of one optimizer step" in page
     assert '| `lora_sync` | one of auto, adapter, merged | `"auto"` |' in page
-    assert "| `min_p` | a number >= 0 and <= 1 | `0.0` |" in page
     assert "| `[trainer]` `class` |" in page and "| `per_device_train_batch_size` | set" in page
 
 
@@ -275,25 +272,6 @@ def test_python_runs(page, in_docs_folder, tokenizer):
         merged = transformers.AutoModelForCausalLM.from_pretrained("outputs/merged")
         ids = torch.arange(5)[None]
         assert not torch.equal(merged(ids).logits, make_tiny_model()(ids).logits)
-
-
-def test_the_script_of_trl_and_ours_have_the_same_options():
-    page = "docs/from_trl.md"
-    (theirs,), (ours,) = (
-        [
-            {option.arg: ast.unparse(option.value) for option in node.keywords}
-            for node in ast.walk(ast.parse(text))
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Config")
-            and "learning_rate" in {option.arg for option in node.keywords}
-        ]
-        for language in ("text", "python")
-        for text in blocks(page, language)
-    )  # fmt: skip
-    cells = [line.split(" | ")[0] for line in prose(page).splitlines() if line.startswith("| ")]
-    translated = {name for cell in cells for name in re.findall(r"`(\w+)", cell)}
-    assert theirs.keys() - translated <= ours.keys() and len(theirs) > 12
-    shared = theirs.keys() & ours.keys()
-    assert {name: theirs[name] for name in shared} == {name: ours[name] for name in shared}
 
 
 def test_the_environments_page_has_the_files_as_they_are():

@@ -19,16 +19,15 @@ from verifiers_rl.process.interrupts import Interrupted
 
 
 @pytest.mark.parametrize(
-    "when, number, rank, said",
+    "when, number",
     [
-        ("train", signal.SIGINT, "0", []),  # the trainer has said the rest
-        ("load", signal.SIGTERM, "0", ["vf-train: interrupted before training"]),
-        ("before its handlers", signal.SIGTERM, "0", ["vf-train: interrupted before training"]),
-        ("load", signal.SIGTERM, "1", []),  # one line is enough
+        ("train", signal.SIGINT),
+        ("load", signal.SIGTERM),
+        ("before its handlers", signal.SIGTERM),
     ],
 )
-def test_an_interrupted_vf_train_says_so_once_and_has_the_signals_status(
-    tmp_path, monkeypatch, run_main, when, number, rank, said
+def test_an_interrupted_vf_train_has_the_signals_status(
+    tmp_path, monkeypatch, run_main, when, number
 ):
     def interrupt_at(place):
         if when == place:
@@ -54,10 +53,8 @@ def test_an_interrupted_vf_train_says_so_once_and_has_the_signals_status(
         'model = "m"\n[env]\nid = "e"\n[trainer]\ngpus = 0\n'
         f'[trainer.args]\noutput_dir = "{tmp_path}/run"\n'
     )
-    monkeypatch.setenv("RANK", rank)
     status, _, error = run_main(train.main, "@", toml)
     assert status == 128 + number and "Traceback" not in error
-    assert [line for line in error.splitlines() if line.startswith("vf-train: ")] == said
     assert signal.getsignal(number) == signal.SIG_DFL  # a launcher may send another one
 
 

@@ -2,15 +2,10 @@
 Rewards are tested in test_example_environments.py, and on the real server (test_e2e_train.py).
 """
 
-import socket
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from tests.helpers import ROOT, StubSource, load_example
+from tests.helpers import StubSource, load_example
 from verifiers_rl import RLTrainer
 from verifiers_rl.advantages import set_advantages
 from verifiers_rl.losses import reinforce
@@ -105,14 +100,3 @@ def test_turn_credit_is_what_the_turn_and_later_ones_have_brought():
     group = [make_rollout({"turn_0": 1.0}, [-1, 3]), make_rollout({})]  # one turn in all
     set_advantages(group, load_example("turn_credit").turn_credit)
     assert group[0].samples[0].advantages.tolist() == [0, 0]
-
-
-def test_the_demo_looks_at_its_port_before_it_makes_the_model():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        words = ["CPU=1", f"BIN={Path(sys.executable).parent}", f"PORT={port}", "demo"]
-        make = ["make", "-o", ".venv-cpu/installed-cpu", *words]  # which installs nothing
-        done = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode != 0 and "warm start" not in done.stdout
-    assert f"cannot listen on 127.0.0.1:{port}: " in done.stdout
-    assert "make demo PORT=8001" in done.stdout

@@ -64,29 +64,6 @@ def placed(name, ray, place, plan, timeout_s, wanted=None):
     return SimpleNamespace(**given, words=words, env=env, find_address=lambda: address)
 
 
-def test_an_error_of_the_actors_own_code_is_no_lost_machine():
-    class RayError(Exception):
-        pass
-
-    class RayTaskError(RayError):
-        cause = OSError("10.0.0.1 has no free port")
-
-    def get(awaited):
-        raise RayTaskError
-
-    actor = SimpleNamespace(find_address=SimpleNamespace(remote=lambda wanted: "awaited"))
-    made = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda name: actor))
-    strategies = SimpleNamespace(PlacementGroupSchedulingStrategy=lambda *_: None)
-    ray = SimpleNamespace(
-        remote=lambda kind: made, get=get, wait=lambda *_, **__: (["awaited"], []),
-        util=SimpleNamespace(scheduling_strategies=strategies),
-        exceptions=SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError),
-    )  # fmt: skip
-    child = ray_engine.RayChild("trainer", ray, (None, 0, 0), None, 5.0)
-    assert child.wait(0.0) and child.poll() == 1 and not child.is_lost
-    assert child.end == "could not be run: 10.0.0.1 has no free port"
-
-
 @pytest.fixture
 def machines_of(tmp_path, monkeypatch):
     """Returns the machines of a TOML, with places. Their processes are noted, and not started."""

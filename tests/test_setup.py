@@ -4,15 +4,13 @@ import re
 import runpy
 import shlex
 import sys
-import tomllib
 from unittest.mock import create_autospec
 
 import pytest
 
 import verifiers_rl
 from tests.helpers import run_python
-from verifiers_rl.cli import plan, setup
-from verifiers_rl.cli.config import load_run_config
+from verifiers_rl.cli import setup
 
 NAMES = list(setup.examples())
 
@@ -63,32 +61,16 @@ def test_a_workspace_holds_what_its_readme_says(name, make_workspace):
             assert "examples/" not in text and "../" not in text, path
 
 
-@pytest.fixture
-def no_models(monkeypatch):
-    """Models are made or downloaded later. Loading changes what is to be found."""
-    monkeypatch.setattr("verifiers_rl.cli.config.model_error", lambda name: None)
-    monkeypatch.setenv("PYTHONPATH", "")
-    monkeypatch.setattr(sys, "path", [*sys.path])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_tomls_of_a_workspace_are_runs(name, make_workspace, monkeypatch, no_models):
-    for path in make_workspace(name).glob("*.toml"):
-        args = plan.check_trainer_options(load_run_config(path))
-        assert args.output_dir.startswith("outputs/")
-        # What is to be uncommented.
-        assert tomllib.loads(re.sub(r"^# (loss\w* = )", r"\1", path.read_text(), flags=re.M))
-
-
 @pytest.mark.parametrize("name, calls, options", [
     ("alphabet_sort", ["train"], {"max_steps": 100, "learning_rate": 3e-4}),
     ("reverse_text", ["evaluate", "train", "evaluate"], {"groups_per_batch": 8}),
     ("skeleton", ["evaluate", "train", "evaluate"], {}),
 ])  # fmt: skip
-def test_the_script_of_a_workspace_is_its_run(
-    make_workspace, monkeypatch, no_models, name, calls, options
-):
-    """With a stand-in for RLTrainer."""
+def test_the_script_of_a_workspace_is_its_run(make_workspace, monkeypatch, name, calls, options):
+    """With a stand-in for RLTrainer. The model would be made before."""
+    monkeypatch.setattr("verifiers_rl.cli.config.model_error", lambda name: None)
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr(sys, "path", [*sys.path])
     trainer, folder = create_autospec(verifiers_rl.RLTrainer), make_workspace(name)
     for module in (name, "my_env", "my_loss"):
         monkeypatch.delitem(sys.modules, module, raising=False)

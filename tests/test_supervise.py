@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from tests.configs import make_config
 from verifiers_rl.cli import supervise
 from verifiers_rl.cli.children import Child
 from verifiers_rl.cli.plan import MAX_RESTARTS, SERVERS_VARIABLE, ServerPlan
+from verifiers_rl.inference.client import TOKEN_VARIABLE
 
 SERVER = ServerPlan("inference", ("inference",), "m", {}, 0)
 TEACHER = ServerPlan("teacher-big", ("teacher", "0"), "m", {}, 0, is_needed=True)
@@ -159,6 +161,17 @@ def test_lost_ranks_end_the_run_with_the_command_to_resume(run, capsys):
     said = capsys.readouterr().err
     assert "trainer-1 ended with status 1. Go on from the last checkpoint: vf-rl" in said
     assert "/a/rl.toml --resume" in said and signal.SIGTERM in trainers[0].signals
+
+
+def test_servers_that_run_already_and_a_teacher_that_is_started_have_the_users_token(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv(TOKEN_VARIABLE, "the user's")
+    config = make_config("inference.gpus = 0", "trainer.gpus = 0")
+    here = supervise.ThisMachine(config, [TEACHER], tmp_path)
+    here.open()
+    here.close()
+    assert os.environ[TOKEN_VARIABLE] == "the user's"
 
 
 class Full(io.StringIO):

@@ -12,14 +12,16 @@ import time
 from collections.abc import Iterable
 from types import FrameType
 
+from verifiers_rl.process.interrupts import Interrupted
+
 SAVE_GRACE_S = 120.0  # between the request to end and SIGKILL; a checkpoint is saved meanwhile
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 
 def interrupt_by_signals() -> None:
-    """Let the first SIGINT or SIGTERM raise KeyboardInterrupt with its number, and a second one end
-    the process at once. `RLTrainer.train` has handlers of its own; these are for the time around
-    it. Call this again after code that may install handlers.
+    """Let the first SIGINT or SIGTERM raise `Interrupted`, and a second one end the process at
+    once. `RLTrainer.train` has handlers of its own; these are for the time around it. Call this
+    again after code that may install handlers.
     """
     for number in NUMBERS:
         signal.signal(number, _interrupt)
@@ -33,7 +35,7 @@ def end_by_signals() -> None:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     end_by_signals()
-    raise KeyboardInterrupt(number)
+    raise Interrupted(number)
 
 
 def end_with(pids: Iterable[int], grace_s: float = SAVE_GRACE_S) -> None:

@@ -15,7 +15,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any
 
 from dotenv.parser import parse_stream
 
-from verifiers_rl.option_rules import PATH_RULE, can_be_path, did_you_mean
+from verifiers_rl.option_rules import did_you_mean
 from verifiers_rl.process.secret_names import is_secret_key
 
 COMMAND_LINE = "the command line"
@@ -56,29 +56,21 @@ class Setting:
 
     @property
     def place(self) -> str:
-        """Where it is from, for an error about it: the source and the table."""
-        return f"{self.source}: {table_name(self.written[:-1])}".removesuffix(" ")
+        """Where it is from, for an error about it: the source and the table. Items of [[env]] have
+        numbers from 0, as on the command line: [env.1.args].
+        """
+        table = ".".join(self.written[:-1])
+        return f"{self.source}: [{table}]" if table else f"{self.source}:"
 
     def error(self, problem: str) -> TomlError:
         """Return the error about it: "FILE: [table] key=value: problem". A secret is not shown."""
         if isinstance(self.value, dict):
-            return TomlError(f"{self.source}: {table_name(self.written)}: {problem}")
-        colon, name = ":" * self.place[-1].isdigit(), self.written[-1]  # behind "[[env]] 2"
+            return TomlError(f"{self.source}: [{'.'.join(self.written)}]: {problem}")
+        name = self.written[-1]
         if self.value is MISSING:
-            return TomlError(f"{self.place}{colon} {name} {problem}")
+            return TomlError(f"{self.place} {name} {problem}")
         shown = "***" if is_secret_key(name, self.value) else repr(self.value)
-        return TomlError(f"{self.place}{colon} {name}={shown}: {problem}")
-
-
-def table_name(parts: Sequence[str]) -> str:
-    """Return a table's name as in a TOML: "[trainer.args]", "[[env]] 2: [env.args]"."""
-    item = next((at for at, part in enumerate(parts) if part.isdigit()), None)
-    if item is None:
-        return f"[{'.'.join(parts)}]" if parts else ""
-    array = ".".join(parts[:item])
-    name = f"[[{array}]] {int(parts[item]) + 1}"
-    inside = parts[item + 1 :]
-    return f"{name}: [{'.'.join([array, *inside])}]" if inside else name
+        return TomlError(f"{self.place} {name}={shown}: {problem}")
 
 
 def nearest_hint(key: str, known: Collection[str]) -> str:
@@ -236,11 +228,10 @@ def _put(tree: Data, setting: Setting) -> None:
         at: Any = part
         if isinstance(here, list):
             if not (part.isdigit() and int(part) < len(here)):
-                name = key[depth - 1]
-                shown = ".".join([*key[:depth], "0", *key[depth + part.isdigit() :]])
+                name = ".".join(key[:depth])
                 raise TomlError(
-                    f"{COMMAND_LINE}: {'.'.join(key)}: there are {len(here)} [[{name}]]; give the "
-                    f"number of one, from 0 to {len(here) - 1}, such as --{shown}"
+                    f"{COMMAND_LINE}: {'.'.join(key)}: there are {len(here)} [[{name}]]; give one "
+                    f"as {name}.N, with N from 0 to {len(here) - 1}"
                 )
             at = int(part)
         inner = here[at] if isinstance(here, list) else here.get(at)
@@ -300,15 +291,10 @@ class Layers:
     def beside(self, name: str, key: Key) -> Path:
         """Return the absolute path that the value of a key names: relative to the file that has the
         key, or to where the command is given.
-
-        Raises:
-            TomlError: it cannot be a path.
         """
-        if not can_be_path(name):
-            raise self.error(key, f"must {PATH_RULE}")
         source = Path(self.origin(key).source)
         folder = source.parent if source in self.files else Path.cwd()
-        return Path(os.path.normpath(folder / Path(name).expanduser()))
+        return Path(os.path.normpath(folder / os.path.expanduser(name)))
 
     def place(self, *key: str) -> str:
         """Where the value of a key is from, for an error about it: the source and the table."""

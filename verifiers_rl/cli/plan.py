@@ -200,9 +200,8 @@ def assign_gpus(config: TrainConfig, plans: Sequence[ServerPlan]) -> dict[str, s
             f"{'.'.join(on_cpu.at)}.gpus=0, and {build} needs a GPU; set it to 1 or more, or "
             "install vLLM's CPU build: `make CPU=1 install` in a clone",
         )
-    counts, ids = num_gpus(config, plans), visible_gpus()
-    if are_shared(counts, ids):
-        ids *= 2
+    counts = {plan.name: plan.gpus for plan in plans} | {"trainer": config.trainer.gpus}
+    ids = visible_gpus() * (2 if shares_gpu(config, plans) else 1)
     if (wanted := sum(counts.values())) > len(ids):
         shown = ", ".join(f"{name} {count}" for name, count in counts.items())
         source = config.layers.origin(("inference",)).source
@@ -215,19 +214,12 @@ def assign_gpus(config: TrainConfig, plans: Sequence[ServerPlan]) -> dict[str, s
     return {name: ",".join(next(rest) for _ in range(n)) for name, n in counts.items()}
 
 
-def num_gpus(config: TrainConfig, plans: Sequence[ServerPlan]) -> dict[str, int]:
-    """Return how many GPUs each server and the "trainer" are to have, in the order in which they
-    get them.
-    """
-    return {plan.name: plan.gpus for plan in plans} | {"trainer": config.trainer.gpus}
-
-
-def are_shared(counts: dict[str, int], ids: Sequence[str]) -> bool:
+def shares_gpu(config: TrainConfig, plans: Sequence[ServerPlan]) -> bool:
     """Return whether the policy's server and the trainer share a GPU: each is to have one, nothing
     else has any, and only one is visible.
     """
-    wanted = {name: count for name, count in counts.items() if count}
-    return wanted == {"inference": 1, "trainer": 1} and len(ids) == 1
+    wanted = [(plan.name, plan.gpus) for plan in plans if plan.gpus]
+    return (*wanted, config.trainer.gpus, len(visible_gpus())) == (("inference", 1), 1, 1)
 
 
 def share_gpu(config: RunConfig, plans: Sequence[ServerPlan]) -> None:
@@ -235,7 +227,7 @@ def share_gpu(config: RunConfig, plans: Sequence[ServerPlan]) -> None:
     so in one line. The trainer finds out itself how weights travel there, and how large
     a step fits the memory that is left.
     """
-    if not are_shared(num_gpus(config, plans), visible_gpus()):
+    if not shares_gpu(config, plans):
         return
     share = plans[0].args.setdefault("gpu_memory_utilization", 0.4)
     # Rollouts and steps take turns, because they would only slow each other down.
@@ -327,9 +319,9 @@ def check_start(config: TrainConfig, args: Any) -> None:
         RunFolderError: the run cannot begin in its output_dir, or cannot write there.
         TomlError: a tracker cannot be used.
     """
-    prepare_run_folder(args)
     if problem := folder_error(args.output_dir):
         raise RunFolderError(problem)
+    prepare_run_folder(args)
     if problem := tracker_error(args.report_to):
         raise config.of_option(problem)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -42,9 +41,7 @@ from verifiers_rl.cli.plan import (
     trainer_command,
 )
 from verifiers_rl.cli.resolved import dry_run, write_resolved
-from verifiers_rl.cli.supervise import LOGS, TOKEN, ThisMachine, supervise
-from verifiers_rl.inference.client import TOKEN_VARIABLE
-from verifiers_rl.process.interrupts import Interrupted
+from verifiers_rl.cli.supervise import LOGS, ThisMachine, set_token, supervise
 from verifiers_rl.process.terminal import print_all_characters
 from verifiers_rl.report.run_folder import RunFolderError, WritingError, read_metrics
 
@@ -74,16 +71,12 @@ USAGE = (
 def main() -> None:
     if parent := os.environ.pop("VERIFIERS_RL_DIE_WITH_PARENT", None):  # of `generate`
         end_with({int(parent)})
+    interrupt_by_signals()
     print_all_characters()
     try:
         sys.exit(run())
     except (TomlError, RunFolderError, WritingError, ChildError) as error:
         fail(error)
-    except Interrupted:
-        raise
-    except KeyboardInterrupt as interrupt:
-        print("\nvf-rl: interrupted before the run started", file=sys.stderr)
-        sys.exit(128 + (interrupt.args or [signal.SIGINT])[0])
 
 
 def run() -> int:
@@ -168,15 +161,14 @@ def run_script(words: list[str]) -> int:
     path = Path(words[0])
     if not path.is_file():
         raise TomlError(f"{path}: there is no such script")
-    interrupt_by_signals()
     gpus = visible_gpus()
     gpus = gpus[1:] or gpus
+    set_token()
     ranks = RunConfig.model_construct(trainer=TrainerTable(gpus=len(gpus)))
     with tempfile.TemporaryDirectory(prefix="vf-rl-") as folder:
         request = Path(folder, f"{path.stem}.toml")
         env = {
             REQUEST_VARIABLE: str(request),
-            TOKEN_VARIABLE: TOKEN,
             "CUDA_VISIBLE_DEVICES": ",".join(gpus),
             **launcher_env(),
         }

@@ -43,7 +43,6 @@ from verifiers_rl.process.interrupts import Interrupted, handle_signals, say
 
 BACKOFF_S = 1.0  # before the first restart, doubled before each further one
 LOGS = "logs"  # in the run's folder
-TOKEN = secrets.token_urlsafe(32)  # of the runs of this process
 _REFUSED = re.compile("vf-vllm: (?:error: )?(.*)")  # how vf-vllm refuses to start
 # The last line of a traceback, behind what vLLM puts in front of each line.
 _CAUSE = re.compile(r"(?:.*[)\]] )?((?:\w+\.)*\w*(?:Error|Exception)(?:: .+)?)")
@@ -110,6 +109,13 @@ class Supervised:
         say(f"vf-rl: {problem}")
 
 
+def set_token() -> None:
+    """Give the run a token, which all that this process starts inherits: the user's, which servers
+    that run already know too, or a new one.
+    """
+    os.environ[TOKEN_VARIABLE] = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
+
+
 def answers(address: Address | None) -> bool:
     """Return whether the `vf-vllm` there is up."""
     if address is None:
@@ -174,14 +180,14 @@ class ThisMachine:
             self._reserved = reserved.pop_all()
 
     def open(self) -> None:
-        """Set the token of the run, which all children inherit. Begin empty logs.
+        """Set the token of the run, and begin empty logs.
 
         Raises:
             TomlError: a log cannot be written.
         """
         if not self._plans:
             return
-        os.environ[TOKEN_VARIABLE] = TOKEN
+        set_token()
         try:
             self._logs.mkdir(parents=True, exist_ok=True)
             for plan in self._plans:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import runpy
-import signal
 import sys
 import traceback
 from functools import partial
@@ -75,13 +74,9 @@ def main(name: str = "vf-train", kind: type[TrainConfig] = RunConfig) -> None:
             runpy.run_path(sys.argv[0], run_name="__main__")
         else:
             train(name, kind)
-    except Interrupted:  # train() has said what is saved
+    except Interrupted:
         end_by_signals()  # a launcher ends this process when another rank has ended
         raise
-    except KeyboardInterrupt as interrupt:
-        if is_first_rank():
-            print(f"{name}: interrupted before training", file=sys.stderr)
-        sys.exit(128 + (interrupt.args or [signal.SIGINT])[0])
 
 
 def ask_for_server(path: Path, policy: Any, adapter: Any, args: Any) -> None:
@@ -138,10 +133,6 @@ def ask_for_server(path: Path, policy: Any, adapter: Any, args: Any) -> None:
     replace_file(path, tomli_w.dumps(request).encode())
 
 
-def is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
 def train(name: str = "vf-train", kind: type[TrainConfig] = RunConfig) -> None:
     from verifiers_rl.cli.plan import check_start, launcher_env, options_of_servers, trainer_command
     from verifiers_rl.cli.resolved import dry_run, write_resolved
@@ -176,7 +167,7 @@ def train(name: str = "vf-train", kind: type[TrainConfig] = RunConfig) -> None:
         args = config.make_args(**device, **options_of_servers())
         args.complete_loss(None), args.make_advantage()  # code of the TOML, before environments
         # As train() will, but now. On one rank: the others may look when its run has begun.
-        if is_first_rank():
+        if os.environ.get("RANK", "0") == "0":
             check_start(config, args)
             write_resolved(config, args.output_dir)
         trainer = config.make_trainer(args)

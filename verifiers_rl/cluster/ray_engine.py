@@ -38,7 +38,7 @@ from verifiers_rl.cli.plan import (
     trainer_command,
 )
 from verifiers_rl.cli.resolved import LEFT_OUT, resolved
-from verifiers_rl.cli.supervise import TOKEN, answers, supervise
+from verifiers_rl.cli.supervise import answers, set_token, supervise
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
 from verifiers_rl.process.waiting import wait_until
 
@@ -196,8 +196,7 @@ class RayMachines:
         self._ray, self._config, self._plans = ray, config, plans
         self._num_machines = num_machines
         self._timeout_s = config.option("vllm_server_timeout")
-        # Also for this process, which asks servers whether they are up.
-        os.environ[TOKEN_VARIABLE] = os.environ.get(TOKEN_VARIABLE) or TOKEN
+        set_token()  # also for this process, which asks servers whether they are up
         self._places: dict[str, Any] = {}
         self._addresses: dict[str, Address] = {}  # of servers
 
@@ -336,6 +335,7 @@ def run_on_ray(
         TomlError: Ray is not installed, does not answer, or the configuration cannot run there.
     """
     try:
+        # Not before: Ray reads RAY_AUTH_MODE, which `machines` has set, while it is imported.
         import ray
         import ray.util.scheduling_strategies
     except ImportError as error:
