@@ -35,6 +35,7 @@ def test_a_value_that_cannot_work_is_one_clear_error():
         lines += [*given.splitlines(), f"=> {caught.value}", ""]
     check_lines(lines[:-1], "wrong_options.txt")
     for given, problem in (
+        ({"output_dir": "\ud83d"}, "^output_dir=.*: 'utf-8' codec can't encode character"),
         ({"shuffle": None}, "^shuffle=None: must be a valid boolean"),
         ({"optim": OptimizerNames.APOLLO_ADAMW_LAYERWISE}, "^optim=.*: cannot be used here"),
     ):

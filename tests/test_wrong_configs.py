@@ -53,3 +53,15 @@ def test_a_wrong_configuration_is_one_line_that_says_what_to_change(said):
         toml = "\n".join(line for line in given if not line.startswith("$ "))
         lines += [*given, f"=> {said(toml, *words)}", ""]
     check_lines(lines[:-1], "wrong_configs.txt")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("model = " + "[" * 9999 + "]" * 9999, ""),
+        (f"[{'.'.join('a' * 9999)}]\nb = 1", ""),
+        ("", "--env.args.a " + "[" * 9999 + "]" * 9999),
+    ],
+)
+def test_lists_in_lists_are_one_line_too(said, text, words):
+    assert said(text, words).endswith(": tables and lists are in each other too deeply")

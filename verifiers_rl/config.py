@@ -35,6 +35,7 @@ from verifiers_rl.losses import (
     with_masks,
 )
 from verifiers_rl.option_rules import (
+    PATH_RULE,
     ConfigError,
     NotNegativeInt,
     NotNegativeNumber,
@@ -43,6 +44,7 @@ from verifiers_rl.option_rules import (
     Share,
     ShareBelow1,
     Texts,
+    can_be_path,
     checked_as,
     checkers,
     did_you_mean,
@@ -159,6 +161,7 @@ def _usable(reasons_against: dict[str, str]) -> Any:
     return AfterValidator(check)
 
 
+_can_be_path = must(PATH_RULE, can_be_path)
 _stays_inside = must(
     "not lead out of the folder outputs: no part of it may be '.' or '..'",
     lambda name: {".", ".."}.isdisjoint(name.split("/")),
@@ -183,7 +186,8 @@ _INHERITED_RULES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         ("gradient_checkpointing_kwargs", "lr_scheduler_kwargs"), (checked_as(dict[str, Any]),)
     ),
-    "run_name": (_stays_inside,),
+    "output_dir": (_can_be_path,),
+    "run_name": (_can_be_path, _stays_inside),
     "eval_steps": (checked_as(PositiveNumber | None),),
     "seed": (checked_as(Annotated[int, Field(ge=0, lt=2**32)]),),
     "resume_from_checkpoint": (checked_as(str | bool),),  # a path, or true for the newest

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
+import os
 import re
 import typing
 from collections.abc import Callable, Collection, Iterable
@@ -66,6 +67,21 @@ def must(text: str, holds: Callable[[Any], bool]) -> AfterValidator:
         return value
 
     return AfterValidator(check)
+
+
+def can_be_path(value: str) -> bool:
+    """Return whether the system can have a file or folder of this name, where `~` is a home. Raises
+    UnicodeEncodeError, a ValueError, for half a surrogate pair.
+    """
+    path = os.fsencode(os.path.expanduser(value))
+    if path.startswith(b"~") or b"\0" in path or len(path) > 4000:  # the run's own are longer
+        return False
+    return all(len(name) <= 255 for name in path.split(b"/"))
+
+
+PATH_RULE = (
+    "have no NUL, no name of more than 255 bytes, not 4,000 in all, and no ~ of an unknown user"
+)
 
 
 def _server_url(value: str) -> str:

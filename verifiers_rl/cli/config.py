@@ -344,7 +344,7 @@ class TrainConfig(Table):
         Raises:
             TomlError: what a key names is not there.
         """
-        self._find_paths("import_from", self.import_from, os.path.isdir, "folder")
+        self._find_paths("import_from", self.import_from, Path.is_dir, "folder")
         self.model = self.find_model(("model",), self.model, checks_model)
 
     def find_model(self, key: Key, model: str, checks_model: bool) -> str:
@@ -361,7 +361,7 @@ class TrainConfig(Table):
         elif os.path.isdir(os.path.expanduser(model)):
             model = os.path.abspath(os.path.expanduser(model))
         if checks_model and (problem := model_error(model)):
-            if os.path.isdir(beside):
+            if beside.is_dir():
                 problem += f"; for the folder beside the TOML write './{model}'"
             raise TomlError(f"{self.layers.place(*key)} {problem}")
         find(self.layers.tree, key[:-1])[key[-1]] = model
@@ -498,7 +498,7 @@ class RunConfig(TrainConfig):
         return self
 
     def resolve(self, checks_model: bool) -> None:
-        self._find_paths("env_file", self.env_files, os.path.isfile, "file")
+        self._find_paths("env_file", self.env_files, Path.is_file, "file")
         super().resolve(checks_model)
         for number, env in enumerate(self.envs):
             if os.sep in env.python:  # else it is looked for as a shell does
@@ -586,10 +586,15 @@ def load_run_config(
     given = [files] if isinstance(files, Path) else files
     paths = [Path(os.path.abspath(path.expanduser())) for path in given]
     words = [*(word for path in paths for word in ("@", str(path))), *words]
-    settings = [one for path in paths for one in flat.settings_of(read_file(path), str(path))]
-    for override in overrides_of(words[2 * len(paths) :]):
-        settings += flat.settings_of_word(*override)
-    return read_layers(Layers(paths, words, without_replaced(settings)), kind, checks_model)
+    try:
+        settings = [one for path in paths for one in flat.settings_of(read_file(path), str(path))]
+        for override in overrides_of(words[2 * len(paths) :]):
+            settings += flat.settings_of_word(*override)
+        layers = Layers(paths, words, without_replaced(settings))
+        return read_layers(layers, kind, checks_model)
+    except RecursionError as error:
+        where = ", ".join(map(str, paths))
+        raise TomlError(f"{where}: tables and lists are in each other too deeply") from error
 
 
 def read_layers(

@@ -23,7 +23,7 @@ from typing import Any
 
 from dotenv.parser import parse_stream
 
-from verifiers_rl.option_rules import did_you_mean
+from verifiers_rl.option_rules import PATH_RULE, can_be_path, did_you_mean
 from verifiers_rl.process.secret_names import is_secret_key
 
 COMMAND_LINE = "the command line"
@@ -291,10 +291,15 @@ class Layers:
     def beside(self, name: str, key: Key) -> Path:
         """Return the absolute path that the value of a key names: relative to the file that has the
         key, or to where the command is given.
+
+        Raises:
+            TomlError: it cannot be a path.
         """
+        if not can_be_path(name):
+            raise self.error(key, f"must {PATH_RULE}")
         source = Path(self.origin(key).source)
         folder = source.parent if source in self.files else Path.cwd()
-        return Path(os.path.normpath(folder / os.path.expanduser(name)))
+        return Path(os.path.normpath(folder / Path(name).expanduser()))
 
     def place(self, *key: str) -> str:
         """Where the value of a key is from, for an error about it: the source and the table."""

@@ -319,9 +319,9 @@ def check_start(config: TrainConfig, args: Any) -> None:
         RunFolderError: the run cannot begin in its output_dir, or cannot write there.
         TomlError: a tracker cannot be used.
     """
+    prepare_run_folder(args)
     if problem := folder_error(args.output_dir):
         raise RunFolderError(problem)
-    prepare_run_folder(args)
     if problem := tracker_error(args.report_to):
         raise config.of_option(problem)
 
