@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import signal
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from verifiers_rl import RLTrainer, checkpoints
 from verifiers_rl.config import ConfigError
 from verifiers_rl.process import disk
 from verifiers_rl.process.interrupts import Interrupted
+from verifiers_rl.report import recording
 from verifiers_rl.report.run_folder import (
     RunFolderError,
     closing_lines,
@@ -234,8 +236,7 @@ def test_everything_is_on_the_disk_before_a_checkpoint_has_its_name(make_run, mo
         monkeypatch.setattr(module, name, spying)
 
     trainer = make_run(max_steps=1, save_steps=1)
-    trainer._files.checkpoint = lambda: done.append(("sync", "rollouts"))
-    for module, name in ((checkpoints, "sync"), (disk, "sync"), (checkpoints, "put_in_place")):
+    for module, name in ((recording, "sync"), (disk, "sync"), (checkpoints, "put_in_place")):
         spy(module, name)
     trainer.train()
     named = done.index(("put_in_place", "checkpoint-1"))
@@ -281,7 +282,7 @@ def test_a_best_checkpoint_that_is_damaged_is_not_loaded(make_run, folder):
             weights.write_bytes(content)
 
     trainer = make_run(source=counted_rewards(2), callbacks=[on("on_step_end", flip)], **BEST)
-    with pytest.raises(RunFolderError, match=r"-2 is damaged: the content of model.safetensors"):
+    with pytest.raises(RunFolderError, match=r"-2 is damaged.*: model.safetensors\."):
         trainer.train()
 
 
@@ -350,19 +351,14 @@ def test_a_damaged_checkpoint_is_refused_with_its_file_and_an_older_one_offered(
     assert files >= {"adapter_model.safetensors", "trainer_state.json", "manifest.json"}
     damaged = shutil.copytree(kept, folder / "checkpoint-0")  # is not offered
     change_a_byte(damaged / "optimizer.pt")
-    for damage, problem in (
-        (Path.unlink, "{} is missing"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-9]), "{} has .* bytes and had "),
-        (change_a_byte, "the content of {} has changed"),
-    ):
-        for name in files:
-            shutil.copytree(kept, newest)
-            damage(newest / name)
-            said = problem.format(name) if name != "manifest.json" else "manifest.json "
-            said = rf"{newest} is damaged: {said}.*another one \({folder}/checkpoint-1\)"
-            with pytest.raises(RunFolderError, match=f"(?s){said}"):
-                enter_run_folder(args, True)
-            shutil.rmtree(newest)
+    cut = lambda path: path.write_bytes(path.read_bytes()[:-9])  # noqa: E731
+    for damage, name in product((Path.unlink, cut, change_a_byte), files):
+        shutil.copytree(kept, newest)
+        damage(newest / name)
+        said = rf"{newest} is damaged.*: {name}\. .*another one \({folder}/checkpoint-1\)"
+        with pytest.raises(RunFolderError, match=said):
+            enter_run_folder(args, True)
+        shutil.rmtree(newest)
     shutil.rmtree(damaged)
     shutil.copytree(kept, newest)
     assert enter_run_folder(args, True) == str(newest)
@@ -372,7 +368,7 @@ def test_a_damaged_checkpoint_is_refused_with_its_file_and_an_older_one_offered(
     for name in ("checkpoint-1", "checkpoint-2"):
         shutil.rmtree(folder / name)
     change_a_byte(folder / "checkpoint-3" / "optimizer.pt")
-    with pytest.raises(RunFolderError, match=r"optimizer.pt has changed.*start anew with"):
+    with pytest.raises(RunFolderError, match=r": optimizer.pt\. .*start anew with"):
         resume(make_run, max_steps=4, use_lora=True)
 
 
