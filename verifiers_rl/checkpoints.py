@@ -356,7 +356,7 @@ def save_merged(model: Any, tokenizer: Any, folder: Path, *, writes: bool) -> No
     Args:
         model: the PEFT model. If it is split over ranks, all ranks must call this, because each
             weight is gathered.
-        tokenizer: saved beside it; None for none.
+        tokenizer: saved beside it.
         folder: exists.
         writes: whether this rank writes. It holds the whole model in CPU memory.
 
@@ -388,8 +388,7 @@ def save_merged(model: Any, tokenizer: Any, folder: Path, *, writes: bool) -> No
             f"the merged model lacks {sorted(missing)[:3]}; set save_final='adapter'"
         )
     plain.save_pretrained(folder, state_dict={n: t for n, t in weights.items() if n in wanted})
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 class SavingTrainer(Trainer):

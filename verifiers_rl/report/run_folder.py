@@ -10,11 +10,13 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,8 @@ OF_WEIGHTS = ("TRAINER", "use_lora", "lora_rank", "lora_target_modules")
 # Options whose values a checkpoint's optimizer has, so that new ones do not reach it.
 OF_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 _LARGE = 2**28  # bytes of a file that is read only once, when the run begins
+# With several environments: eval_NAME/reward.
+_SCORE = re.compile(r"eval_(.*/)?(?!(runtime|wait_s|num_rollouts|num_turns|loss_s)$)[^/]*")
 # A folder that is written now. It has no use after the process has ended.
 UNFINISHED = "_unfinished"
 ABANDONED = "_abandoned"  # a folder for checkpoints behind one that a run went back to
@@ -323,14 +327,9 @@ def summary(folder: Path) -> str:
     and of each score of evaluations of a run.
     """
     rows = read_metrics(folder)
-    learned = "reward" if any("reward" in row for row in rows) else "loss"
-    counts = ("runtime", "wait_s", "num_rollouts", "num_turns", "loss_s")
+    names = dict.fromkeys(chain(*rows))
     lines = []
-    for name in dict.fromkeys([learned, *(name for row in rows for name in row)]):
-        # With several environments: eval_NAME/reward.
-        is_count = name.removeprefix("eval_").rpartition("/")[2] in counts
-        if name != learned and (is_count or not name.startswith("eval_")):
-            continue
+    for name in ["reward" if "reward" in names else "loss", *filter(_SCORE.fullmatch, names)]:
         # None: it was not finite.
         found = [row for row in rows if isinstance(row.get(name), int | float)]
         ends = [f"{short(row[name])} (step {row['step']})" for row in (*found[:1], *found[1:][-1:])]
