@@ -274,14 +274,11 @@ def test_the_last_and_the_best_checkpoints_stay_and_are_found_in_a_folder_that_w
 
 
 def test_a_best_checkpoint_that_is_damaged_is_not_loaded(make_run, folder):
-    def flip(state):
+    def damage(state):
         if state.global_step == 6:
-            weights = folder / "checkpoint-2" / "model.safetensors"
-            content = bytearray(weights.read_bytes())
-            content[-1] ^= 1
-            weights.write_bytes(content)
+            change_a_byte(folder / "checkpoint-2" / "model.safetensors")
 
-    trainer = make_run(source=counted_rewards(2), callbacks=[on("on_step_end", flip)], **BEST)
+    trainer = make_run(source=counted_rewards(2), callbacks=[on("on_step_end", damage)], **BEST)
     with pytest.raises(RunFolderError, match=r"-2 is damaged.*: model.safetensors\."):
         trainer.train()
 
@@ -362,14 +359,6 @@ def test_a_damaged_checkpoint_is_refused_with_its_file_and_an_older_one_offered(
     shutil.rmtree(damaged)
     shutil.copytree(kept, newest)
     assert enter_run_folder(args, True) == str(newest)
-    (newest / "scheduler.pt").unlink()
-    make_run(**options).train(resume_from_checkpoint=str(folder / "checkpoint-1"))
-    assert steps_of(folder) == [1, 2, 3, 3]
-    for name in ("checkpoint-1", "checkpoint-2"):
-        shutil.rmtree(folder / name)
-    change_a_byte(folder / "checkpoint-3" / "optimizer.pt")
-    with pytest.raises(RunFolderError, match=r": optimizer.pt\. .*start anew with"):
-        resume(make_run, max_steps=4, use_lora=True)
 
 
 @pytest.mark.parametrize(
