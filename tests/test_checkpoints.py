@@ -444,17 +444,6 @@ def test_before_a_checkpoint_the_evaluation_of_earlier_weights_is_awaited(make_r
     assert before[-1] == "evaluated 2" and before.index("evaluate 2") < before.index("submit 3")
 
 
-def test_an_evaluation_that_decides_over_the_best_is_made_up_for(make_run, folder):
-    options = {"source": counted_rewards(2), "load_best_model_at_end": True, **EVALUATED}
-    interrupt(make_run, ends_at(3, "on_step_end"), **options)
-    assert newest_checkpoint(folder).name == "checkpoint-2"
-    trainer = resume(make_run, **options)
-    assert evaluated(folder) == [(2, 0.9), (4, 0.1), (6, 0.1)]
-    assert trainer.state.best_global_step == 2
-    best = load_file(folder / "checkpoint-2" / "model.safetensors")
-    assert torch.equal(best["lm_head.weight"], trainer.model.lm_head.weight)
-
-
 # --- The final model ------------------------------------------------------------------------------
 
 

@@ -128,15 +128,12 @@ def test_requests_to_our_server_have_all_sampling_options():
 
 
 def made_of(play, num):
-    """An environment of this many examples, each played by `await play(number)`."""
-
-    async def played(split, number):
-        return await play(number)
+    """An environment of this many examples, each played by `await play("train", number)`."""
 
     async def nothing(): ...
 
     return SimpleNamespace(
-        name="played", sizes=lambda split: [num], play=played, open=nothing, close=nothing
+        name="played", sizes=lambda split: [num], play=play, open=nothing, close=nothing
     )
 
 
@@ -186,7 +183,7 @@ def test_a_reply_that_the_environment_writes_is_not_to_be_learned_and_tools_are_
 def test_a_rollout_is_written_when_it_ends_not_behind_slower_ones():
     others, written = asyncio.Event(), []
 
-    async def play(number):
+    async def play(split, number):
         if number == 0:
             await others.wait()
         return [row_of(number)]
@@ -203,7 +200,7 @@ def test_a_rollout_is_written_when_it_ends_not_behind_slower_ones():
 def test_a_rollout_begins_when_there_is_a_place_for_it():
     num_tasks = []
 
-    async def play(number):
+    async def play(split, number):
         num_tasks.append(len(asyncio.all_tasks()))
         await asyncio.sleep(0)
         return [row_of(number)]
@@ -216,7 +213,7 @@ def test_a_rollout_begins_when_there_is_a_place_for_it():
 def test_if_the_first_rollouts_all_fail_the_others_are_not_tried():
     played = []
 
-    async def play(number):
+    async def play(split, number):
         played.append(number)
         await asyncio.sleep(0)
         raise ValueError(f"no {number}")

@@ -70,10 +70,8 @@ def counts(tmp_path):
 @pytest.fixture
 def make(make_trainer):
     def make(source=None, **options):
-        source = source or GroupSource()
-        source.evaluated = {}
         options = {"batch_size": 12, "log_rollouts": 1.0, **options}
-        return make_trainer(source=source, **options)
+        return make_trainer(source=source or GroupSource(), **options)
 
     return make
 
