@@ -198,7 +198,7 @@ class RunFiles(TrainerCallback):
         self._wait()
         if (writer := self._writer) is None:
             return
-        self._job = job = Future()
+        self._job = job = Future[None]()
 
         def write() -> None:
             try:
