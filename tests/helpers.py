@@ -37,8 +37,11 @@ from verifiers_rl.sync.sources import buckets_of
 from verifiers_rl.sync.weight_sync import push_to_all
 from verifiers_rl.types import (
     Batch,
+    BatchSource,
     Rollout,
     Sample,
+    WeightSink,
+    idle,
     pack_samples,
     unpack_samples,
 )
@@ -478,7 +481,7 @@ class StubRunner:
         return await asyncio.gather(*(one(i) for i in range(num_rollouts)))
 
 
-class StubSource:
+class StubSource(idle(BatchSource)):
     """A BatchSource without a server: the batch of each step follows from its number.
     Records what was asked.
     """
@@ -531,24 +534,18 @@ class StubSource:
         self.calls.append(f"evaluated {version}")
         return {"reward": self.reward_of(version)}
 
-    def state_dict(self, step):
-        return {}
-
-    def load_state_dict(self, state): ...
-
     def stop(self):
         self.running = False
         self.pending.clear()
         self.evaluates = None
 
 
-class StubSink:
+class StubSink(idle(WeightSink)):
     """A WeightSink that remembers the versions it was given."""
 
-    model_name, sleeps = "policy", False
+    model_name = "policy"
 
     def __init__(self):
-        self.policy_version = None
         self.pushed = []
         self.num_waits = 0
 
@@ -556,10 +553,6 @@ class StubSink:
         self.pushed.append(policy_version)
         self.policy_version = policy_version
         return {"sync_s": 0.0}
-
-    def check_server(self): ...
-
-    def sleep(self): ...
 
     def wait_for_server(self):
         self.policy_version = None

@@ -84,27 +84,6 @@ def test_rollouts_of_any_endpoint_become_data(rl_toml, capsys, monkeypatch, toke
     assert len(Tokenization(tokenizer).of_rows(rows, "it")) == 2
 
 
-def test_tools_of_a_row_are_those_of_the_prompt_with_defaults_of_null(monkeypatch):
-    """In a row, keys of null are left out, but not in a text."""
-    parameters = {"properties": {"x": {"type": "integer", "default": None}}}
-    tool = vf.Tool(name="f", description="d", parameters=parameters)
-    monkeypatch.setattr("verifiers_rl.envs.played.is_cut", lambda trace: False)
-    played = object.__new__(PlayedEnvironment)
-    played.name, played._template = "e", None
-    played._context = SimpleNamespace(model="m")
-    nodes = [
-        SimpleNamespace(sampled=False, message=vf.UserMessage(content="q")),
-        SimpleNamespace(sampled=True, message=vf.AssistantMessage(content="a")),
-    ]
-    trace = SimpleNamespace(
-        branches=[SimpleNamespace(nodes=nodes)], tools=[tool], reward=1.0,
-        agent=SimpleNamespace(name="agent"),
-    )  # fmt: skip
-    row, _ = played._row(trace, 0)
-    (found,) = json.loads(without_none(row)["tools"])
-    assert found["function"]["parameters"] == parameters
-
-
 def test_an_endpoint_that_refuses_all_requests_is_named_and_fails(rl_toml, capsys, monkeypatch):
     keys = []
 
@@ -149,15 +128,12 @@ def test_requests_to_our_server_have_all_sampling_options():
 
 
 def made_of(play, num):
-    """An environment of this many examples, each played by `await play(number)`."""
-
-    async def played(split, number):
-        return await play(number)
+    """An environment of this many examples, each played by `await play("train", number)`."""
 
     async def nothing(): ...
 
     return SimpleNamespace(
-        name="played", sizes=lambda split: [num], play=played, open=nothing, close=nothing
+        name="played", sizes=lambda split: [num], play=play, open=nothing, close=nothing
     )
 
 
@@ -189,20 +165,25 @@ def test_replies_that_the_tasks_own_prompt_has_are_written_as_prompt():
     assert texts == [["ab", "ba", "abc"], ["cba"]] and "messages" not in row
 
 
-def test_a_reply_that_the_environment_writes_is_not_to_be_learned():
+def test_a_reply_that_the_environment_writes_is_not_to_be_learned_and_tools_are_in_the_row():
     said = [vf.UserMessage(content="1+1"), vf.AssistantMessage(content="2"),
             vf.AssistantMessage(content="Next."), vf.AssistantMessage(content="3")]  # fmt: skip
     nodes = [SimpleNamespace(message=m, sampled=n in (1, 3)) for n, m in enumerate(said)]
-    trace = Mock(reward=1.0, branches=[Mock(nodes=nodes)], tools=[], calls=[], is_timeout=False)
+    parameters = {"properties": {"x": {"type": "integer", "default": None}}}
+    tools = [vf.Tool(name="f", description="d", parameters=parameters)]
+    trace = Mock(reward=1.0, branches=[Mock(nodes=nodes)], tools=tools, calls=[], is_timeout=False)
     env = Mock(_template=None)
     row, _ = PlayedEnvironment._row(env, trace, 0)
     assert [message.get("weight") for message in row["messages"]] == [None, None, 0, None]
+    # Of a row, keys of null are left out, but not in a text.
+    (found,) = json.loads(without_none({"tools": row["tools"]})["tools"])
+    assert found["function"]["parameters"] == parameters
 
 
 def test_a_rollout_is_written_when_it_ends_not_behind_slower_ones():
     others, written = asyncio.Event(), []
 
-    async def play(number):
+    async def play(split, number):
         if number == 0:
             await others.wait()
         return [row_of(number)]
@@ -219,7 +200,7 @@ def test_a_rollout_is_written_when_it_ends_not_behind_slower_ones():
 def test_a_rollout_begins_when_there_is_a_place_for_it():
     num_tasks = []
 
-    async def play(number):
+    async def play(split, number):
         num_tasks.append(len(asyncio.all_tasks()))
         await asyncio.sleep(0)
         return [row_of(number)]
@@ -232,7 +213,7 @@ def test_a_rollout_begins_when_there_is_a_place_for_it():
 def test_if_the_first_rollouts_all_fail_the_others_are_not_tried():
     played = []
 
-    async def play(number):
+    async def play(split, number):
         played.append(number)
         await asyncio.sleep(0)
         raise ValueError(f"no {number}")

@@ -70,10 +70,8 @@ def counts(tmp_path):
 @pytest.fixture
 def make(make_trainer):
     def make(source=None, **options):
-        source = source or GroupSource()
-        source.evaluated = {}
         options = {"batch_size": 12, "log_rollouts": 1.0, **options}
-        return make_trainer(source=source, **options)
+        return make_trainer(source=source or GroupSource(), **options)
 
     return make
 
@@ -162,17 +160,6 @@ def test_a_terminal_that_is_gone_does_not_end_a_run(make, tmp_path, monkeypatch,
     assert "a table of rollouts cannot be shown: broken pipe" in caplog.text
 
 
-def test_a_resumed_run_has_each_rollout_once(make, tmp_path):
-    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    make(**options).train()
-    begun_at = read_run(tmp_path / "run")["begun_at"]
-    make(**options).train(resume_from_checkpoint=f"{tmp_path}/run/checkpoint-2")
-    assert counts(tmp_path) == [0, 12, 12, 12, 12]
-    assert read_run(tmp_path / "run")["begun_at"] == begun_at
-    make(overwrite_output_dir=True, max_steps=1).train()
-    assert counts(tmp_path) == [0, 12]
-
-
 @pytest.mark.parametrize("error, status, split", [
     (RolloutError("all failed"), "failed", "train"),
     (RolloutError("all failed"), "failed", "eval"),
@@ -240,15 +227,6 @@ def test_a_step_goes_on_while_its_rollouts_are_written_and_a_disk_that_hangs_end
     go_on.set()
 
 
-def test_a_checkpoint_waits_for_the_rollouts_of_its_steps(make, tmp_path):
-    seen = []
-    trainer = make(max_steps=4, save_strategy="steps", save_steps=2)
-    look = on("on_save", lambda state: seen.append(len(read_rollouts(tmp_path / "run"))))
-    trainer.add_callback(look)  # behind our own
-    trainer.train()
-    assert seen == [24, 48]
-
-
 def test_a_resumed_run_says_and_records_what_was_changed(make, tmp_path, monkeypatch, caplog):
     def git(*words):
         subprocess.run(["git", "-c", "user.name=n", "-c", "user.email=e", *words], cwd=tmp_path,
@@ -259,7 +237,8 @@ def test_a_resumed_run_says_and_records_what_was_changed(make, tmp_path, monkeyp
     git("init", "-q"), git("add", "notes.txt"), git("commit", "-qm", "first")
     options = {"save_strategy": "steps", "save_steps": 1}
     make(max_steps=1, **options).train()
-    digest, commit = read_run(tmp_path / "run")["code"]["git"]
+    before = read_run(tmp_path / "run")
+    digest, commit = before["code"]["git"]
     assert digest == hashlib.sha256(commit.encode()).hexdigest()
     (tmp_path / "notes.txt").write_text("two\napi_key = '0123-the-key'\n")
     options["learning_rate"] = 0.5  # which stays what it was, as another line says
@@ -268,7 +247,9 @@ def test_a_resumed_run_says_and_records_what_was_changed(make, tmp_path, monkeyp
     trainer.train(resume_from_checkpoint=True)
     for said in ("max_steps=2; it was 1", "temperature=0.5; it was None", "model=another; it was "):
         assert f"from step 1 on, {said}" in caplog.messages
-    changes = {change.pop("name"): change for change in read_run(tmp_path / "run")["changes"]}
+    after = read_run(tmp_path / "run")
+    assert after["begun_at"] == before["begun_at"]
+    changes = {change.pop("name"): change for change in after["changes"]}
     assert changes.keys() == {"max_steps", "temperature", "git", "model"}
     assert changes["max_steps"] == {"step": 1, "before": 1, "now": 2}
     assert changes["git"]["before"][1] == commit
@@ -283,3 +264,23 @@ def test_wandb_gets_the_project(monkeypatch):
     for options, project in (({}, "of the shell"), ({"project": "words"}, "words")):
         name_wandb_project(RLConfig(use_cpu=True, report_to="wandb", **options))
         assert os.environ["WANDB_PROJECT"] == project
+
+
+def test_a_resumed_run_has_each_rollout_once(make, tmp_path):
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    make(**options).train()
+    begun_at = read_run(tmp_path / "run")["begun_at"]
+    make(**options).train(resume_from_checkpoint=f"{tmp_path}/run/checkpoint-2")
+    assert counts(tmp_path) == [0, 12, 12, 12, 12]
+    assert read_run(tmp_path / "run")["begun_at"] == begun_at
+    make(overwrite_output_dir=True, max_steps=1).train()
+    assert counts(tmp_path) == [0, 12]
+
+
+def test_a_checkpoint_waits_for_the_rollouts_of_its_steps(make, tmp_path):
+    seen = []
+    trainer = make(max_steps=4, save_strategy="steps", save_steps=2)
+    look = on("on_save", lambda state: seen.append(len(read_rollouts(tmp_path / "run"))))
+    trainer.add_callback(look)  # behind our own
+    trainer.train()
+    assert seen == [24, 48]

@@ -8,9 +8,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM
 
-from tests.helpers import StubSink, load_example, make_tiny_model
+from tests.helpers import StubSink, load_example, make_tiny_model, on
 from tests.reference import reference_policy
 from tests.test_recording import GroupSource
 from verifiers_rl import RLConfig, RLTrainer, losses
@@ -21,17 +21,6 @@ from verifiers_rl.replay import Outcome, main, replay, shares_of, table_of
 from verifiers_rl.report.run_folder import read_metrics
 
 STEPS = 3
-
-
-class Gradients(TrainerCallback):
-    """The gradient of each step, as the optimizer got it."""
-
-    def __init__(self):
-        self.of_steps = []
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        grads = [p.grad for p in model.parameters() if p.requires_grad]
-        self.of_steps.append(torch.cat([grad.flatten().clone() for grad in grads]))
 
 
 class Doubling(RLTrainer):
@@ -60,7 +49,7 @@ def named(*functions):
 
 
 def train(folder, **options):
-    gradients = Gradients()
+    """The folder of a run, and the gradient of each step as the optimizer got it."""
     model = folder / "model"
     make_tiny_model().save_pretrained(model)
     load_example("warm_start").make_tokenizer().save_pretrained(model)
@@ -70,9 +59,16 @@ def train(folder, **options):
     args = RLConfig(
         output_dir=str(folder / "run"), rollouts_per_example=4, **{**defaults, **options}
     )
-    parts = {"orchestrator": GroupSource(), "weight_sync": StubSink(), "callbacks": [gradients]}
-    RLTrainer(str(model), None, args, **parts).train()
-    return folder / "run", gradients.of_steps
+    parts = {"orchestrator": GroupSource(), "weight_sync": StubSink()}
+    trainer, gradients = RLTrainer(str(model), None, args, **parts), []
+
+    def keep(state):
+        grads = [p.grad.flatten() for p in trainer.model.parameters() if p.requires_grad]
+        gradients.append(torch.cat(grads))
+
+    trainer.add_callback(on("on_pre_optimizer_step", keep))
+    trainer.train()
+    return folder / "run", gradients
 
 
 @pytest.fixture(scope="module")

@@ -98,7 +98,7 @@ def test_the_newest_checkpoint_is_resumed_and_one_that_is_not_whole_is_named(tmp
     older = tmp_path / "checkpoint-5"
     assert prepare(tmp_path, str(older)) == older
     (ten / "manifest.json").unlink()  # somebody has copied a part of it
-    with pytest.raises(RunFolderError, match=rf"10 is damaged: manifest.json is.*one \({older}\)"):
+    with pytest.raises(RunFolderError, match=rf"10 is damaged.*: manifest.json\..*one \({older}\)"):
         prepare(tmp_path, True, max_steps=11)
 
 
@@ -116,7 +116,7 @@ def test_a_checkpoint_that_is_none_is_refused(tmp_path):
         with pytest.raises(RunFolderError, match=rf"{other}': no .*; the newest .* is {five}"):
             prepare(folder, resume=str(other))
     (five / "trainer_state.json").write_text("{")
-    with pytest.raises(RunFolderError, match=r"checkpoint-5 is damaged: trainer_state.json has 1"):
+    with pytest.raises(RunFolderError, match=r"checkpoint-5 is damaged.*: trainer_state.json\."):
         prepare(folder, resume=True)
 
 

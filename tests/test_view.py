@@ -306,12 +306,3 @@ def test_what_a_command_cannot_do_is_one_line(tmp_path, capsys):
         assert ended.value.code == 1 and errors.count("\n") == 1
         assert re.search(f"-o {output}: .*{said}", errors)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "taken"]
-
-
-def test_the_modules_of_the_page_can_be_put_together():
-    whole = one_file.bundle("main.js")
-    assert not re.search(r"^(import|export)\b", whole, re.MULTILINE)
-    names = re.findall(r"^(?:async )?(?:function|const|let|class) (\w+)", whole, re.MULTILINE)
-    assert len(names) == len({*names}) > 100
-    for path in one_file.STATIC.glob("*.[cj]s*"):
-        assert not re.search("</(script|style)", path.read_text("utf-8"), re.IGNORECASE), path

@@ -28,13 +28,12 @@ from transformers import Trainer, TrainerCallback, set_seed
 
 from verifiers_rl.config import UPLOAD, ConfigError, RLConfig
 from verifiers_rl.distributed import HostGroup, reduce_over_ranks
-from verifiers_rl.process.disk import put_in_place, remove_folder, sync, sync_tree
+from verifiers_rl.process.disk import put_in_place, remove_folder, sync_tree
 from verifiers_rl.process.interrupts import say
 from verifiers_rl.process.terminal import showing
-from verifiers_rl.report.recording import OF_OPTIMIZER
 from verifiers_rl.report.run_folder import (
     MERGED,
-    METRICS,
+    OF_OPTIMIZER,
     OF_WEIGHTS,
     RL_STATE,
     STATE,
@@ -145,11 +144,8 @@ class Checkpoints(TrainerCallback):
         trainer, args, step = self._trainer, self._trainer.args, self._trainer.state.global_step
         if step == self._saved_step:
             return
-        # A run that goes on from the checkpoint does not write rows up to this step again, so the
-        # disk must have all rows of metrics and rollouts.
+        # A run that goes on from the checkpoint does not write rows up to this step again.
         trainer._files.checkpoint()
-        if trainer.is_world_process_zero() and (self._folder / METRICS).is_file():
-            sync(self._folder / METRICS)
         states = {name: part.state_dict(step) for name, part in self.kept.items()}
         with self._complete(f"checkpoint-{step}") as folder:
             self.run_dir = str(folder.parent)
@@ -295,8 +291,8 @@ class Checkpoints(TrainerCallback):
 
 
 class Position:
-    """Where a run is between two lines of logs: what Trainer and the window of steps have summed.
-    Says so if an option was changed that only a new run can change.
+    """Where a run is between two lines of logs: what Trainer and the window of steps have summed;
+    and the options that only a new run can change, see `enter_run_folder`.
 
     Args:
         trainer: the `RLTrainer`.
@@ -324,17 +320,6 @@ class Position:
         trainer._globalstep_last_logged = state["last_logged"]
         trainer._total_loss_scalar = state["total_loss"]
         self._options = state["options"]
-        for name, before in self._options.items():
-            now = getattr(trainer.args, name)
-            if now != before and trainer.is_world_process_zero():
-                logger.warning(
-                    "%s=%s: a resumed run goes on with its optimizer, so %s stays %s. To change "
-                    "it, begin a new run with the checkpoint as its model",
-                    name,
-                    now,
-                    name,
-                    before,
-                )
 
 
 def check_final(policy: Any, args: RLConfig) -> None:
@@ -371,7 +356,7 @@ def save_merged(model: Any, tokenizer: Any, folder: Path, *, writes: bool) -> No
     Args:
         model: the PEFT model. If it is split over ranks, all ranks must call this, because each
             weight is gathered.
-        tokenizer: saved beside it; None for none.
+        tokenizer: saved beside it.
         folder: exists.
         writes: whether this rank writes. It holds the whole model in CPU memory.
 
@@ -403,8 +388,7 @@ def save_merged(model: Any, tokenizer: Any, folder: Path, *, writes: bool) -> No
             f"the merged model lacks {sorted(missing)[:3]}; set save_final='adapter'"
         )
     plain.save_pretrained(folder, state_dict={n: t for n, t in weights.items() if n in wanted})
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 class SavingTrainer(Trainer):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import groupby
 
 import numpy as np
 
@@ -96,11 +95,8 @@ def _of_evaluation(groups: Groups) -> dict[str, float]:
 
 def _by_env(groups: Groups) -> dict[str, Groups]:
     """Return the groups of each environment, by its name and in the order of names."""
-
-    def env_of(group: Sequence[Rollout]) -> str:
-        return group[0].env
-
-    return {env: [*own] for env, own in groupby(sorted(groups, key=env_of), env_of)}
+    envs = sorted({group[0].env for group in groups})
+    return {env: [group for group in groups if group[0].env == env] for env in envs}
 
 
 def _survivors(groups: Groups) -> list[Rollout]:

@@ -237,9 +237,6 @@ class StepWindow(TrainerCallback):
         self.left_out: tuple[str, ...] = ()
         self._step_began, self._is_first, self._num_uniform = 0.0, True, 0
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._is_first, self._num_uniform = True, 0
-
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._step_began = time.monotonic()
 

@@ -4,7 +4,6 @@ people. A thread makes the rows of a step and writes them, while the trainer goe
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import logging
@@ -17,9 +16,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from importlib.metadata import distributions
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -28,13 +28,14 @@ from transformers import TrainerCallback
 from verifiers_rl.config import default_options
 from verifiers_rl.data import describe_error
 from verifiers_rl.json_text import as_json
-from verifiers_rl.process.loop_thread import LoopThread
+from verifiers_rl.process.disk import sync
 from verifiers_rl.process.secret_names import without_secrets
 from verifiers_rl.process.terminal import showing
 from verifiers_rl.report.metrics import TOKEN_VALUES, TokenValues
 from verifiers_rl.report.rollouts import RolloutWriter
 from verifiers_rl.report.run_folder import (
     METRICS,
+    OF_OPTIMIZER,
     RESOLVED,
     WritingError,
     read_metrics,
@@ -46,12 +47,10 @@ from verifiers_rl.report.run_folder import (
     writing,
 )
 from verifiers_rl.report.trackers import name_wandb_project, print_rollouts
+from verifiers_rl.requests import RolloutError
 from verifiers_rl.types import Batch, Rollout, Sample, SampleSizes, Split
 
 logger = logging.getLogger(__name__)
-
-# Options whose values a checkpoint's optimizer has, so that new ones do not reach it.
-OF_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 
 WRITE_S = 300.0  # that the rollouts of a step may take
 GIT_S = 10.0
@@ -79,9 +78,8 @@ class RunFiles(TrainerCallback):
         self._texts = TokenTexts(trainer.processing_class)
         self._rows_before: list[dict[str, Any]] = []  # of metrics, by evaluate() before train()
         self._has_begun = False
-        self._writer: RolloutWriter | None = None  # during a run, as are
-        self._thread: LoopThread | None = None  # that of the writer, and
-        self._job: Future[None] | None = None  # what it was given last
+        self._writer: RolloutWriter | None = None  # during a run
+        self._job: Future[None] | None = None  # its last one, on a thread
 
     # --- The run ----------------------------------------------------------------------------------
 
@@ -100,18 +98,15 @@ class RunFiles(TrainerCallback):
             is_interrupt = isinstance(error, KeyboardInterrupt | SystemExit)
             try:
                 self._write_end("interrupted" if is_interrupt else "failed")
-                if groups := getattr(error, "groups", ()):  # whose rollouts have all failed
-                    split: Split = getattr(error, "split", "train")
-                    step = self._trainer.state.global_step + (split == "train")
-                    self._append(split, step, groups)
+                if isinstance(error, RolloutError) and error.groups:
+                    step = self._trainer.state.global_step + (error.split == "train")
+                    self._append(error.split, step, error.groups)
                 self.checkpoint()
             except OSError as second:
                 logger.error("%s", second)  # the run's own error is raised
             raise
         finally:
-            self._writer, thread, self._thread = None, self._thread, None
-            if thread is not None:
-                thread.stop(partial(asyncio.sleep, 0))
+            self._writer = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Remove the files of an earlier run, and those whose steps a resumed run repeats. Leave
@@ -148,10 +143,9 @@ class RunFiles(TrainerCallback):
             record_changes(self._folder, earlier, state.global_step)
         if args.log_rollouts:
             self._writer = RolloutWriter(self._folder, state.global_step + 1)
-            self._thread = LoopThread("rollout writer")
 
     def _write_end(self, status: str) -> None:
-        if self._is_main and read_run(self._folder).get("pid") == os.getpid():
+        if self._has_begun:
             write_run(self._folder, {"status": status, "ended_at": time.time()})
 
     # --- Steps and evaluations --------------------------------------------------------------------
@@ -175,14 +169,16 @@ class RunFiles(TrainerCallback):
         self._append("eval", state.global_step, evaluated.pop(state.global_step, []))
 
     def checkpoint(self) -> None:
-        """Bring all rollouts up to this step to the disk."""
+        """Bring all rollouts and metrics up to this step to the disk."""
         self._wait()
         if self._writer is not None:
             self._writer.checkpoint(self._trainer.state.global_step)
+        if self._has_begun:
+            sync(self._folder / METRICS)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Write the row of metrics.jsonl, and show people some of the rollouts of the last step."""
-        if not self._is_main or not logs:
+        if not self._is_main:
             return
         row, target = {"step": state.global_step, **logs}, self._folder / METRICS
         if not self._has_begun:
@@ -193,28 +189,33 @@ class RunFiles(TrainerCallback):
             with writing(target), target.open("ab") as file:
                 file.write(as_json(row) + b"\n")
         batch, shows = self._trainer.batch, args.log_rollouts and not args.disable_tqdm
-        if shows and "step_s" in logs and batch is not None and batch.rollouts:
+        if shows and "step_s" in logs and batch.rollouts:
             with showing("a table of rollouts"):
                 print_rollouts(batch.rollouts, state.global_step)
 
     def _append(self, split: Split, step: int, groups: Sequence[Sequence[Rollout]]) -> None:
-        """Let the thread write these rollouts. Wait until it has written those before."""
-
-        async def write() -> None:
-            rows = [
-                row_of(rollout, step, split, number) | token_columns(rollout.samples, self._texts)
-                for number, group in enumerate(groups)
-                for rollout in group
-            ]
-            if self._writer is not None:
-                self._writer.append(rows, step if split == "train" else None)
-
+        """Let a thread write these rollouts. Wait until those before are written."""
         self._wait()
-        if self._thread is not None:
-            self._job = self._thread.run(write())
+        if (writer := self._writer) is None:
+            return
+        self._job = job = Future[None]()
+
+        def write() -> None:
+            try:
+                rows = [
+                    row_of(one, step, split, number) | token_columns(one.samples, self._texts)
+                    for number, group in enumerate(groups)
+                    for one in group
+                ]
+                writer.append(rows, step if split == "train" else None)
+                job.set_result(None)
+            except Exception as error:
+                job.set_exception(error)
+
+        Thread(target=write, name="rollout writer", daemon=True).start()
 
     def _wait(self) -> None:
-        """Wait until the thread has written what it was given.
+        """Wait until a thread has written what it was given.
 
         Raises:
             WritingError: it could not, or has not done it within `WRITE_S`.
@@ -224,7 +225,7 @@ class RunFiles(TrainerCallback):
             if job is not None:
                 job.result(WRITE_S)
         except (TimeoutError, ValueError, TypeError) as error:  # the last two are pyarrow's
-            self._writer = self._thread = None  # it may hang for good
+            self._writer = None  # it may hang for good
             why = f"({error})" if str(error) else f"within {WRITE_S:g} s"
             raise WritingError(
                 f"the rollouts of a step were not written to {self._folder} {why}; look at its "
@@ -240,8 +241,7 @@ def row_of(rollout: Rollout, step: int, split: Split, group: int) -> dict[str, A
         group: number of its group in the step.
     """
     failed, samples = rollout.error is not None, rollout.samples
-    sampled = [s.policy_versions[s.policy_versions >= 0] for s in samples]
-    versions = np.concatenate(sampled) if samples else np.zeros(0, np.int32)
+    versions = {v for sample in samples for v in np.unique(sample.policy_versions).tolist()} - {-1}
     # One that is in no batch has no number there.
     in_loss = not failed and any(s.rollout_id >= 0 and s.loss_mask.any() for s in samples)
     said = {"role": "assistant", "content": rollout.completion}
@@ -261,9 +261,9 @@ def row_of(rollout: Rollout, step: int, split: Split, group: int) -> dict[str, A
         "error": None if rollout.error is None else _OUTER.sub("", describe_error(rollout.error)),
         "num_turns": rollout.num_turns,
         "num_tokens": sum(sample.num_tokens for sample in samples),
-        "num_sampled_tokens": len(versions),
-        "oldest_version": int(versions.min()) if len(versions) else None,
-        "newest_version": int(versions.max()) if len(versions) else None,
+        "num_sampled_tokens": rollout.num_sampled_tokens,
+        "oldest_version": min(versions, default=None),
+        "newest_version": max(versions, default=None),
         "generation_s": rollout.generation_s,
         "has_tokens": False,
         **json.loads(rollout.record or as_json({"messages": messages})),
@@ -316,7 +316,7 @@ def read_code(output_dir: str) -> dict[str, str]:
 
 def record_changes(folder: Path, before: Mapping[str, Any], step: int) -> None:
     """Say what a run that goes on at this step has changed, and add it to `changes` in run.json.
-    `checkpoints.Position` says which options of the optimizer stay as they were.
+    `enter_run_folder` says which options of the optimizer stay as they were.
 
     Args:
         before: run.json as it was.

@@ -8,17 +8,22 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from verifiers_rl.data import printable
 from verifiers_rl.json_text import as_json
+
+logger = logging.getLogger(__name__)
 
 RUN = "run.json"
 METRICS = "metrics.jsonl"
@@ -35,7 +40,11 @@ OF_WEIGHTS = (
     *("TRAINER", "use_lora", "lora_rank", "lora_alpha", "lora_use_rslora", "lora_target_modules"),
     "optim",
 )
+# Options whose values a checkpoint's optimizer has, so that new ones do not reach it.
+OF_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 _LARGE = 2**28  # bytes of a file that is read only once, when the run begins
+# With several environments: eval_NAME/reward.
+_SCORE = re.compile(r"eval_(.*/)?(?!(runtime|wait_s|num_rollouts|num_turns|loss_s)$)[^/]*")
 # A folder that is written now. It has no use after the process has ended.
 UNFINISHED = "_unfinished"
 ABANDONED = "_abandoned"  # a folder for checkpoints behind one that a run went back to
@@ -190,12 +199,22 @@ def enter_run_folder(args: Any, resume: bool | str | None) -> str | None:
             if checkpoint is not None:
                 raise_if_damaged(checkpoint, reads_all=True)
                 saved = rl_state_of(checkpoint).get("position", {}).get("options", {})
-                for name in OF_WEIGHTS:
-                    if (now := getattr(args, name)) != (before := saved.get(name, now)):
+                for name, before in saved.items():
+                    if (now := getattr(args, name)) == before:
+                        continue
+                    if name in OF_WEIGHTS:
                         raise RunFolderError(
                             f"{name}={now!r}: {checkpoint} is of a run with {before!r}. Resume "
                             "with that, or begin a new run with the checkpoint as its model"
                         )
+                    logger.warning(
+                        "%s=%s: a resumed run goes on with its optimizer, so %s stays %s. To "
+                        "change it, begin a new run with the checkpoint as its model",
+                        name,
+                        now,
+                        name,
+                        before,
+                    )
                 print(f"resuming from {checkpoint}", flush=True)
                 _set_later_aside(Path(args.output_dir), _step_of(checkpoint))
             found = {"checkpoint": checkpoint and str(checkpoint)}
@@ -311,14 +330,9 @@ def summary(folder: Path) -> str:
     and of each score of evaluations of a run.
     """
     rows = read_metrics(folder)
-    learned = "reward" if any("reward" in row for row in rows) else "loss"
-    counts = ("runtime", "wait_s", "num_rollouts", "num_turns", "loss_s")
+    names = dict.fromkeys(chain(*rows))
     lines = []
-    for name in dict.fromkeys([learned, *(name for row in rows for name in row)]):
-        # With several environments: eval_NAME/reward.
-        is_count = name.removeprefix("eval_").rpartition("/")[2] in counts
-        if name != learned and (is_count or not name.startswith("eval_")):
-            continue
+    for name in ["reward" if "reward" in names else "loss", *filter(_SCORE.fullmatch, names)]:
         # None: it was not finite.
         found = [row for row in rows if isinstance(row.get(name), int | float)]
         ends = [f"{short(row[name])} (step {row['step']})" for row in (*found[:1], *found[1:][-1:])]
@@ -333,11 +347,10 @@ def write_manifest(checkpoint: Path) -> None:
     """Write down the size and the checksum of each file of a checkpoint."""
     paths = sorted(path for path in checkpoint.rglob("*") if path.is_file())
     with ThreadPoolExecutor() as pool:  # hashing releases the GIL
-        sums = list(pool.map(_checksum, paths))
-    files = {
-        str(path.relative_to(checkpoint)): [path.stat().st_size, checksum]
-        for path, checksum in zip(paths, sums, strict=True)
-    }
+        files = {
+            str(path.relative_to(checkpoint)): [path.stat().st_size, checksum]
+            for path, checksum in zip(paths, pool.map(_checksum, paths), strict=True)
+        }
     (checkpoint / MANIFEST).write_text(json.dumps(files, indent=1), "utf-8")
 
 
@@ -353,35 +366,31 @@ def raise_if_damaged(checkpoint: Path, reads_all: bool = False) -> None:
     Args:
         reads_all: compare checksums of all files; otherwise only sizes, where a file is large.
     """
-    if damage := _damage_of(checkpoint, reads_all):
-        whole = [p for p in checkpoints_of(checkpoint.parent) if not _damage_of(p, reads_all)]
+    if damaged := _damaged_files(checkpoint, reads_all):
+        whole = [p for p in checkpoints_of(checkpoint.parent) if not _damaged_files(p, reads_all)]
         raise RunFolderError(
-            f"{checkpoint} is damaged: {'; '.join(damage)}. Go on from another one "
-            f"({', '.join(map(str, whole)) or 'there is none'}) by --trainer.args."
+            f"{checkpoint} is damaged, missing or changed: {', '.join(damaged)}. Go on from "
+            f"another one ({', '.join(map(str, whole)) or 'there is none'}) by --trainer.args."
             "resume_from_checkpoint in place of --resume, or by train(resume_from_checkpoint=...); "
             "or start anew with --overwrite (overwrite_output_dir=True)"
         )
 
 
-def _damage_of(checkpoint: Path, reads_all: bool) -> list[str]:
-    """Return what is missing or changed in a checkpoint."""
-    if not (manifest := checkpoint / MANIFEST).is_file():
-        return [f"{MANIFEST} is missing"]
+def _damaged_files(checkpoint: Path, reads_all: bool) -> list[str]:
+    """Return which files of a checkpoint are missing or changed; the manifest alone if it cannot be
+    read.
+    """
     try:
-        rows = json.loads(manifest.read_text("utf-8"))
-        files = {name: (size, sum_) for name, (size, sum_) in rows.items()}
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        return [f"{MANIFEST} cannot be read"]
-    damage = []
-    for name, (size, checksum) in files.items():
-        path = checkpoint / name
-        if not path.is_file():
-            damage.append(f"{name} is missing")
-        elif path.stat().st_size != size:
-            damage.append(f"{name} has {path.stat().st_size} bytes and had {size}")
-        elif (reads_all or size < _LARGE) and _checksum(path) != checksum:
-            damage.append(f"the content of {name} has changed")
-    return damage
+        files = json.loads((checkpoint / MANIFEST).read_text("utf-8"))
+    except (FileNotFoundError, ValueError):
+        return [MANIFEST]
+
+    def is_whole(path: Path, size: int, checksum: str) -> bool:
+        if not path.is_file() or path.stat().st_size != size:
+            return False
+        return (size >= _LARGE and not reads_all) or _checksum(path) == checksum
+
+    return [name for name, known in files.items() if not is_whole(checkpoint / name, *known)]
 
 
 # --- run.json and the rollouts --------------------------------------------------------------------
@@ -389,9 +398,9 @@ def _damage_of(checkpoint: Path, reads_all: bool) -> list[str]:
 
 def read_run(folder: str | Path) -> dict[str, Any]:
     """Return run.json of a run; {} if there is none, or if it is damaged."""
-    path, run = Path(folder) / RUN, None
-    with suppress(ValueError, RecursionError):
-        run = json.loads(path.read_text("utf-8")) if path.is_file() else None
+    run = None
+    with suppress(FileNotFoundError, ValueError, RecursionError):
+        run = json.loads((Path(folder) / RUN).read_text("utf-8"))
     return run if isinstance(run, dict) else {}
 
 
