@@ -549,6 +549,6 @@ def test_control_routes_need_the_token(full_server, connect, monkeypatch):
     routes = ("collective_rpc", "update_weights", "pause", "sleep", "scale_elastic_ep")
     for route in (*routes, "v1/responses", "v1/messages", "pooling", "invocations"):
         reply = httpx.post(f"{server.url}/{route}", json={})
-        assert reply.status_code == 404 and "vf-vllm does not serve" in reply.json()["error"]
+        assert reply.status_code == 404 and "vf-vllm does not serve" in reply.json()["detail"]
     for route in ("v1/models", "health", "version", "metrics", "metrics/"):
         assert httpx.get(f"{server.url}/{route}", follow_redirects=True).status_code == 200

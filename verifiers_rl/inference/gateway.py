@@ -118,7 +118,7 @@ class Gateway:
 
 
 def error(status: int, message: str) -> JSONResponse:
-    return JSONResponse({"error": message}, status)
+    return JSONResponse({"detail": message}, status)  # as FastAPI's own
 
 
 def bounded(receive: Any) -> Any:

@@ -14,17 +14,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import reprlib
 import secrets
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import nullcontext, suppress
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 from pydantic import Base64Bytes, BaseModel, Field, PositiveFloat
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from verifiers_rl.inference.engine_calls import (
@@ -91,22 +88,11 @@ class WeightRoutes:
         app.get("/weight_sync/status", response_model=None)(self.status)
         for route in (self.connect, self.receive, self.sleep, self.join):
             app.post(f"/weight_sync/{route.__name__}", response_model=None)(route)
-        app.exception_handler(RequestValidationError)(self._refuse)
-        app.exception_handler(HTTPException)(self._refuse)
         app.exception_handler(Exception)(self._fail)
-
-    async def _refuse(self, _: Request, error: Any) -> JSONResponse:
-        if isinstance(error, HTTPException):
-            return JSONResponse({"error": error.detail}, error.status_code)
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"][1:]))  # without "body" or "query"
-        return JSONResponse(
-            {"error": f"{field}={reprlib.repr(first.get('input'))}: {first['msg']}"}, 400
-        )
 
     async def _fail(self, _: Request, error: Exception) -> JSONResponse:
         """The trainer must see what went wrong in here, whatever it was; the log has the trace."""
-        return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 500)
+        return JSONResponse({"detail": f"{type(error).__name__}: {error}"}, 500)
 
     async def status(self) -> dict[str, Any]:
         engine = self.vllm.engine_client
