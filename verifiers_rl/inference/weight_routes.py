@@ -12,15 +12,17 @@ GET  /weight_sync/status    policy version, world size, dtype, model, servers th
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import nullcontext, suppress
 from typing import Annotated, Any
 
 from fastapi import FastAPI, HTTPException, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import Base64Bytes, BaseModel, Field, PositiveFloat
 from starlette.requests import ClientDisconnect
 
@@ -32,7 +34,6 @@ from verifiers_rl.inference.engine_calls import (
     updating,
 )
 from verifiers_rl.inference.expected import fit_to_server
-from verifiers_rl.inference.holding import Hold
 from verifiers_rl.sync.nccl import ID_BYTES
 from verifiers_rl.sync.plan import ADAPTER_ID, ADAPTER_NAME, TransferPlan
 from verifiers_rl.sync.shared_buffers import SharedBuffers, shared_with_workers
@@ -62,6 +63,47 @@ class Connection(BaseModel):
     timeout_s: PositiveFloat
     plan: TransferPlan
     unique_id: Annotated[Base64Bytes, Field(min_length=ID_BYTES)] | None = None
+
+
+class Hold(StreamingResponse):
+    """The reply to the trainer that has connected. It does not end until the trainer closes the
+    connection, its process dies, a newer connection takes its place, or the server ends.
+
+    Args:
+        trainer: id of the trainer, the same when it connects anew.
+        name: of its process and machine, for people.
+        sizes: bytes of the buckets in each push's body; none with NCCL.
+        server: uvicorn's. It ends only after all replies have ended, and has no event to announce
+            its end.
+
+    Attributes:
+        connection: the name by which pushes refer to it.
+        shared: memory shared with the workers; None while they may hold a part of a push.
+        left: set when the reply has ended, or is to end.
+        waking: wakes engines that sleep once the trainer has left; None before they first sleep.
+    """
+
+    def __init__(self, trainer: str, name: str, sizes: list[int], server: Any) -> None:
+        self.trainer, self.name, self.sizes = trainer, name, sizes
+        self.connection = secrets.token_hex(8)
+        self.shared: SharedBuffers | None = None
+        self.since = time.strftime("%Y-%m-%d %H:%M:%S")
+        self.left = asyncio.Event()
+        self.waking: asyncio.Task[None] | None = None
+        self._server = server
+        super().__init__(self._until_it_ends())
+
+    async def _until_it_ends(self) -> AsyncIterator[str]:
+        yield json.dumps({"connection": self.connection}) + "\n"
+        while not self.left.is_set() and not self._server.should_exit:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.left.wait(), 0.5)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.left.set()
 
 
 class WeightRoutes:
@@ -151,7 +193,7 @@ class WeightRoutes:
             # Of an adapter all buckets are here before generation pauses, of full weights two.
             num_buffers = len(sizes) if plan.adapter is not None else min(len(sizes), 2)
             num_workers = config.parallel_config.world_size_across_dp
-            hold = Hold(new.trainer, new.name, sizes, lambda: self.vllm.server.should_exit)
+            hold = Hold(new.trainer, new.name, sizes, self.vllm.server)
             largest = max(sizes, default=0)
             with shared_with_workers(num_workers, num_buffers, largest) as (shared, address):
                 async with updating(engine, new.timeout_s):  # some engines step together
@@ -178,8 +220,8 @@ class WeightRoutes:
         if not hold.left.is_set():
             raise HTTPException(
                 423,
-                f"another trainer has this server: {hold}. Give this run a server of its own "
-                "(vllm_server_port), or end the other trainer",
+                f"another trainer has this server: {hold.name}, since {hold.since}. Give this run "
+                "a server of its own (vllm_server_port), or end the other trainer",
             )
 
     async def receive(
