@@ -72,7 +72,8 @@ def test_each_tensor_is_gathered_once_and_a_server_with_a_fault_costs_itself_onl
     if fault:
         hangs = fault == "hangs"
         servers[1].on_write = lambda given_up: given_up.wait(30) if hangs else servers[1].die()
-    errors = push_to_all(syncs, MODEL, 7, stall_s=0.5)
+    monkeypatch.setattr(weight_sync, "STALL_S", 0.5)
+    errors = push_to_all(syncs, MODEL, 7)
     assert set(times_made.values()) == {1} and len(times_made) > 10
     assert ("did not end in time" in str(errors[1])) == (fault == "hangs")
     for number, (server, sync, error) in enumerate(zip(servers, syncs, errors, strict=True)):
