@@ -297,7 +297,7 @@ def test_a_folder_too_long_for_sockets_is_named_at_once(monkeypatch):
     monkeypatch.setattr("tempfile.gettempdir", lambda: "/" + "t" * 69)
     assert vf_vllm.sockets_error() is None
     monkeypatch.setattr("tempfile.gettempdir", lambda: "/" + "t" * 106)
-    with pytest.raises(SystemExit, match=r"TMPDIR='/t+': has 107 bytes"):
+    with pytest.raises(SystemExit, match=r"'/t+' is too long .* TMPDIR"):
         vf_vllm.main()
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", "/tmp")  # where vLLM's sockets are then
     assert vf_vllm.sockets_error() is None

@@ -70,8 +70,7 @@ class Hold(StreamingResponse):
     connection, its process dies, a newer connection takes its place, or the server ends.
 
     Args:
-        trainer: id of the trainer, the same when it connects anew.
-        name: of its process and machine, for people.
+        of: what the trainer has said.
         sizes: bytes of the buckets in each push's body; none with NCCL.
         server: uvicorn's. It ends only after all replies have ended, and has no event to announce
             its end.
@@ -83,8 +82,8 @@ class Hold(StreamingResponse):
         waking: wakes engines that sleep once the trainer has left; None before they first sleep.
     """
 
-    def __init__(self, trainer: str, name: str, sizes: list[int], server: Any) -> None:
-        self.trainer, self.name, self.sizes = trainer, name, sizes
+    def __init__(self, of: Connection, sizes: list[int], server: Any) -> None:
+        self.of, self.sizes = of, sizes
         self.connection = secrets.token_hex(8)
         self.shared: SharedBuffers | None = None
         self.since = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -193,7 +192,7 @@ class WeightRoutes:
             # Of an adapter all buckets are here before generation pauses, of full weights two.
             num_buffers = len(sizes) if plan.adapter is not None else min(len(sizes), 2)
             num_workers = config.parallel_config.world_size_across_dp
-            hold = Hold(new.trainer, new.name, sizes, self.vllm.server)
+            hold = Hold(new, sizes, self.vllm.server)
             largest = max(sizes, default=0)
             with shared_with_workers(num_workers, num_buffers, largest) as (shared, address):
                 async with updating(engine, new.timeout_s):  # some engines step together
@@ -213,15 +212,15 @@ class WeightRoutes:
 
     async def _refuse_if_held(self, trainer: str) -> None:
         hold = self.hold
-        if hold is None or hold.trainer == trainer:
+        if hold is None or hold.of.trainer == trainer:
             return
         with suppress(TimeoutError):  # refused below
             await asyncio.wait_for(hold.left.wait(), HOLDER_GRACE_S)
         if not hold.left.is_set():
             raise HTTPException(
                 423,
-                f"another trainer has this server: {hold.name}, since {hold.since}. Give this run "
-                "a server of its own (vllm_server_port), or end the other trainer",
+                f"another trainer has this server: {hold.of.name}, since {hold.since}. Give this "
+                "run a server of its own (vllm_server_port), or end the other trainer",
             )
 
     async def receive(
