@@ -366,15 +366,12 @@ async def all_before(coming: Awaitable[None], deadline: float, timeout_s: float)
     """Wait for weights to come.
 
     Raises:
-        HTTPException: the trainer left, or the loop's time is past the deadline. Its status, 409,
-            lets a trainer connect and push again.
+        HTTPException: the trainer left, which hears nothing of it, or the loop's time is past the
+            deadline. Its status, 409, lets a trainer connect and push again.
     """
     try:
         async with asyncio.timeout_at(deadline):
             await coming
-    except (ClientDisconnect, ValueError) as error:
-        raise HTTPException(409, str(error) or "the trainer left in its push") from error
-    except TimeoutError as error:
-        raise HTTPException(
-            409, f"a push of weights took longer than {timeout_s:g} s (vllm_server_timeout)"
-        ) from error
+    except (ClientDisconnect, ValueError, TimeoutError) as error:
+        late = f"a push of weights took longer than {timeout_s:g} s (vllm_server_timeout)"
+        raise HTTPException(409, str(error) or late) from error
