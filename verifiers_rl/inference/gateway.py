@@ -150,17 +150,19 @@ def refusal_of(scope: Any, args: Any, path: str) -> JSONResponse | None:
         )
     if origin and not {"*", origin} & set(args.allowed_origins):
         return error(403, f"web pages of {origin} may not use this server (--allowed-origins)")
+    keys = args.generation_keys
     if path.startswith("/weight_sync/"):
-        keys, key = [os.environ[TOKEN_VARIABLE]], "token"
-    else:
-        keys, key = args.generation_keys, "key"
-        if not keys or path in PUBLIC_PATHS or scope["method"] == "OPTIONS":  # which has no key
-            return None
+        keys = [os.environ[TOKEN_VARIABLE]]
+    elif not keys or path in PUBLIC_PATHS or scope["method"] == "OPTIONS":  # which has no key
+        return None
     given = headers.get("authorization", "").encode()
     if any(secrets.compare_digest(given, f"Bearer {one}".encode()) for one in keys):
         return None
-    fix = "" if key == "token" else ", or VLLM_API_KEY to an --api-key of this server"
-    return error(401, f"wrong or missing {key}: set {TOKEN_VARIABLE} to this server's token{fix}")
+    return error(
+        401,
+        f"wrong or missing token: set {TOKEN_VARIABLE} to this server's, or to generate only, "
+        "VLLM_API_KEY to an --api-key of this server",
+    )
 
 
 def with_body(scope: Any, body: bytes, receive: Any) -> tuple[Any, Any]:

@@ -42,9 +42,6 @@ GATHER_S = 0.002  # the first request of a group waits so long for others like i
 LONGEST_LINE = 2**28  # bytes of a reply in a group; beyond them, each request is sent by itself
 
 
-NO_TOKENS = np.empty(0, np.int32), np.empty(0, np.float32)
-
-
 @dataclass(frozen=True)
 class ChatReply:
     """A reply of `vf-vllm`, and what OpenAI's form has no place for.
@@ -58,10 +55,10 @@ class ChatReply:
     """
 
     completion: dict[str, Any]
-    policy_versions: list[tuple[int, int]] | None = None
-    sampled: tuple[np.ndarray, np.ndarray] = NO_TOKENS
-    mask: tuple[np.ndarray, np.ndarray] | None = None
-    experts: np.ndarray | None = None
+    policy_versions: list[tuple[int, int]] | None
+    sampled: tuple[np.ndarray, np.ndarray]
+    mask: tuple[np.ndarray, np.ndarray] | None
+    experts: np.ndarray | None
 
 
 @dataclass(eq=False)
