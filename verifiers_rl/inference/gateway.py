@@ -77,8 +77,7 @@ class Gateway:
         if path.startswith("/weight_sync/"):
             self.weights = self.weights or WeightRoutes(vllm)
             return self.weights.app
-        served = ", ".join((*GENERATION_PATHS, *OTHER_PATHS))
-        return error(404, f"vf-vllm does not serve {path}, only {served}")
+        return error(404, f"vf-vllm does not serve {path}; see docs/weight_sync.md")
 
     async def generate(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass a generation request on to vLLM and say in its reply which policies sampled it."""

@@ -122,7 +122,7 @@ class WeightRoutes:
         self.policy_version: int | None = None
         self.hold: Hold | None = None
         self._gpus: list[str | None] | None = None
-        self._joined: dict[tuple[str, int], None] = {}  # in the order of their coming
+        self._joined: list[tuple[str, int]] = []
         self._is_asleep = False
         self._lock = asyncio.Lock()  # one update at a time
         self.app = app = FastAPI(openapi_url=None, strict_content_type=False)
@@ -158,7 +158,7 @@ class WeightRoutes:
             "hidden_size": text.hidden_size,
             "num_hidden_layers": text.num_hidden_layers,
             "max_model_len": model.max_model_len,
-            "joined": list(self._joined),
+            "joined": self._joined,
             "returns_experts": self.vllm.args.enable_return_routed_experts,
             "sleeps": model.enable_sleep_mode,
             "batch_invariant": os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"),
@@ -169,7 +169,7 @@ class WeightRoutes:
 
     async def join(self, host: str, port: int) -> None:
         """Remember another server. The trainer of this one finds it in the status."""
-        self._joined[host, port] = None
+        self._joined.append((host, port))
 
     async def connect(self, new: Connection, request: Request) -> Hold:
         """Give the server to this trainer, unless another one has it. Let the workers know what
