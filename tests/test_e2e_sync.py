@@ -536,19 +536,3 @@ def test_another_model_is_refused_with_both_sizes(full_server, connect):
         InferenceServerError, match=r"another model.*hidden_size 64 here, 128 there"
     ):
         connect(server).client.check_model(config)
-
-
-def test_control_routes_need_the_token(full_server, connect, monkeypatch):
-    _, server = full_server
-    for token in ("wrong", ""):
-        monkeypatch.setenv(TOKEN_VARIABLE, token)
-        with pytest.raises(InferenceServerError, match="401: wrong or missing token"):
-            connect(server).client.status()
-    assert httpx.post(f"{server.url}/weight_sync/receive", json={}).status_code == 401
-    # Neither vLLM's own control routes nor ways to generate that no update would wait for.
-    routes = ("collective_rpc", "update_weights", "pause", "sleep", "scale_elastic_ep")
-    for route in (*routes, "v1/responses", "v1/messages", "pooling", "invocations"):
-        reply = httpx.post(f"{server.url}/{route}", json={})
-        assert reply.status_code == 404 and "vf-vllm does not serve" in reply.json()["detail"]
-    for route in ("v1/models", "health", "version", "metrics", "metrics/"):
-        assert httpx.get(f"{server.url}/{route}", follow_redirects=True).status_code == 200

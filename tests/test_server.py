@@ -242,31 +242,6 @@ def test_what_vllms_reload_loses_is_named_and_gpt_oss_loses_nothing():
     assert alone == [("a.mlp.experts.0.bias", [5]), ("a.mlp.experts.1.bias", [6])]
 
 
-def test_a_salt_of_a_request_stands_beside_that_of_the_weights(monkeypatch):
-    """Else it would find prefixes that older weights have computed."""
-    from verifiers_rl.inference.engine import AsyncLLM, RolloutEngine
-
-    async def add_request(self, request_id, prompt, params):
-        return prompt
-
-    monkeypatch.setattr(AsyncLLM, "add_request", add_request)
-    engine = object.__new__(RolloutEngine)
-    engine.admits = asyncio.Event()
-    engine.admits.set()
-
-    async def salt_of(prompt, salt):
-        engine.cache_salt = salt
-        return (await engine.add_request("1", prompt, None)).get("cache_salt")
-
-    for prompt, salt, expected in (
-        ({}, None, None),
-        ({"cache_salt": "own"}, None, "own"),
-        ({}, "v3", "v3"),
-        ({"cache_salt": "own"}, "v3", "v3own"),
-    ):
-        assert asyncio.run(salt_of(prompt, salt)) == expected
-
-
 def test_a_token_left_on_this_machine_is_shown_to_no_other(monkeypatch, tmp_path):
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -775,7 +750,7 @@ def test_a_server_is_asked_by_its_own_name_and_by_pages_that_were_invited(args, 
 
 def test_requests_without_a_key_are_refused_where_one_is_needed():
     with server_of(generation_keys=["token", "key"]) as (client, _):
-        for path in ("/v1/completions", "/v1/models/"):
+        for path in ("/v1/completions", "/v1/models/", "/weight_sync/receive"):
             for given in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "key"}):
                 reply = answer_to(client, "POST", path, **given)
                 assert reply.status_code == 401 and "VLLM_API_KEY" in reply.text
@@ -784,6 +759,15 @@ def test_requests_without_a_key_are_refused_where_one_is_needed():
             assert answer_to(client, "GET", "/v1/models/", **given).status_code == 404  # no vLLM
             assert answer_to(client, "GET", "/weight_sync/status", **given).status_code == 401
         assert answer_to(client, "GET", "/health").status_code == 404
+
+
+def test_neither_vllms_control_routes_nor_other_ways_to_generate_are_served():
+    """No update would wait for the latter."""
+    routes = ("collective_rpc", "update_weights", "pause", "sleep", "scale_elastic_ep")
+    with server_of() as (client, _):
+        for route in (*routes, "v1/responses", "v1/messages", "pooling", "invocations"):
+            reply = answer_to(client, "POST", f"/{route}")
+            assert reply.status_code == 404 and "vf-vllm does not serve" in reply.text
 
 
 @pytest.mark.parametrize(
