@@ -268,8 +268,6 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch, tmp_path):
 
 def test_a_folder_too_long_for_sockets_is_named_at_once(monkeypatch):
     monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
-    monkeypatch.setattr("tempfile.gettempdir", lambda: "/" + "t" * 69)
-    assert vf_vllm.sockets_error() is None
     monkeypatch.setattr("tempfile.gettempdir", lambda: "/" + "t" * 106)
     with pytest.raises(SystemExit, match=r"'/t+' is too long .* TMPDIR"):
         vf_vllm.main()
