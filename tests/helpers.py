@@ -305,7 +305,6 @@ class StubServer:
         hold: the request by which a trainer has it.
         is_up: whether it answers.
         on_write: called with each bucket, with the event that is set when the push is given up.
-        on_answer: called when it has all of a push.
         calls: "sleep" and "push", in their order.
     """
 
@@ -317,7 +316,6 @@ class StubServer:
         self.connection = None
         self.is_up = True
         self.on_write = lambda given_up: None
-        self.on_answer = lambda: None
         self.plan = None
         self.weights = None
         self.policy_version = None
@@ -359,7 +357,6 @@ class StubServer:
                 self.held.remove(given["trainer"])
 
         def receive(data):
-            self.on_answer()
             assert len(data) == num_bytes
             buffer = torch.frombuffer(data, dtype=torch.uint8)
             self.weights = {}

@@ -57,7 +57,7 @@ class Outcomes:
             await asyncio.Event().wait()
         elif outcome != 200:
             return web.json_response({"error": {"message": "because"}}, status=outcome)
-        return web.json_response(REPLY)
+        return web.json_response(REPLY, headers={"X-Policy-Versions": "0:9,3:8"})
 
     def post(self, timeout_s=10.0):
         return asyncio.run(with_client(self.answer, ask, timeout_s))
@@ -143,6 +143,26 @@ def test_what_does_not_pass_is_an_error_of_openai_with_the_servers_reason(
         handler.post(timeout_s)
     assert isinstance(outcome, str) or "because" in str(caught.value)
     assert num_tries in (len(handler.requests), None)
+
+
+@pytest.mark.parametrize("outcome", ["lost", "silent", 404, 500, 200])
+def test_one_of_several_servers_that_gives_no_reply_of_the_policy_is_lost(monkeypatch, outcome):
+    """With status 200, some of its tokens are of version 8."""
+    monkeypatch.setattr(rollout_client, "FAULT_S", 0.1)
+
+    async def use(client):
+        older, session = (
+            RolloutSession(version, str(client.base_url).removesuffix("/v1/")) for version in (8, 9)
+        )
+        if outcome == "silent":  # the pool finds it lost
+            asyncio.get_running_loop().call_later(0.1, session.fail)
+        with pytest.raises(openai.APIError):
+            await ask(client.of_rollout(session))
+        assert session.is_lost
+        if outcome == 200:
+            assert await ask(client.of_rollout(older)) and not older.is_lost
+
+    asyncio.run(with_client(Outcomes(outcome).answer, use))
 
 
 @pytest.mark.parametrize("by_another_task", [False, True])

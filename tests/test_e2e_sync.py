@@ -1,6 +1,5 @@
 """Weights from a trainer's model to the real vLLM server, checked by the logprobs it returns."""
 
-import asyncio
 import os
 import signal
 import subprocess
@@ -13,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
-import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -31,10 +29,7 @@ from tests.helpers import (
     share_memory_of_cpu,
 )
 from verifiers_rl import RLConfig, RLTrainer, cispo
-from verifiers_rl.distill import Distillation, Teacher
-from verifiers_rl.envs.base import RunnerOptions
 from verifiers_rl.inference.client import (
-    TOKEN_VARIABLE,
     InferenceClient,
     InferenceServerError,
     ServerLostError,
@@ -388,29 +383,6 @@ def policy(folder, kind):
 # --- While requests are running -----------------------------------------------------------------
 
 
-def test_the_server_as_a_teacher_gives_the_models_own_logprobs(full_server, connect):
-    folder, server = full_server
-    model, sync = load(folder), connect(server)
-    perturb(model, 5, scale=0.1)
-    push_to(sync, model, 0)
-
-    async def ask():
-        scorer = Distillation(Teacher(str(folder), server.url, TOKEN_VARIABLE))
-        options = RunnerOptions(server.url, None, 64)
-        scorer.connect(options, RLConfig(use_cpu=True, temperature=1.0), None)
-        await scorer.open()
-        try:
-            return await scorer.logprobs(np.array(PROMPT))
-        finally:
-            await scorer.close()
-
-    logprobs = asyncio.run(ask())
-    with torch.no_grad():
-        expected = model(torch.tensor([PROMPT])).logits[0, :-1].log_softmax(-1)
-    own = expected.gather(1, torch.tensor(PROMPT)[1:, None])
-    np.testing.assert_allclose(logprobs[1:], own[:, 0], atol=1e-4)
-
-
 def check_tokens_on_both_sides(kind, folder, server, connect, num_requests=1, sleeps=False):
     models = [policy(folder, kind) for _ in range(2)]
     for seed, model in enumerate(models):
@@ -536,19 +508,3 @@ def test_another_model_is_refused_with_both_sizes(full_server, connect):
         InferenceServerError, match=r"another model.*hidden_size 64 here, 128 there"
     ):
         connect(server).client.check_model(config)
-
-
-def test_control_routes_need_the_token(full_server, connect, monkeypatch):
-    _, server = full_server
-    for token in ("wrong", ""):
-        monkeypatch.setenv(TOKEN_VARIABLE, token)
-        with pytest.raises(InferenceServerError, match="401: wrong or missing token"):
-            connect(server).client.status()
-    assert httpx.post(f"{server.url}/weight_sync/receive", json={}).status_code == 401
-    # Neither vLLM's own control routes nor ways to generate that no update would wait for.
-    routes = ("collective_rpc", "update_weights", "pause", "sleep", "scale_elastic_ep")
-    for route in (*routes, "v1/responses", "v1/messages", "pooling", "invocations"):
-        reply = httpx.post(f"{server.url}/{route}", json={})
-        assert reply.status_code == 404 and "vf-vllm does not serve" in reply.json()["error"]
-    for route in ("v1/models", "health", "version", "metrics", "metrics/"):
-        assert httpx.get(f"{server.url}/{route}", follow_redirects=True).status_code == 200

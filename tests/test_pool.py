@@ -7,25 +7,15 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
 from functools import partial
 
 import pytest
 import torch
-from aiohttp import web
 
 from tests.conftest import wait_until
-from tests.helpers import ROOT, StubServer, make_request, make_tiny_model, serving
-from tests.test_environments_v1 import (  # noqa: F401
-    HERE,
-    Server,
-    load,
-    on_the_path,
-    think,
-)
+from tests.helpers import StubServer, make_request, make_tiny_model
 from verifiers_rl import RLConfig
 from verifiers_rl.config import ConfigError
-from verifiers_rl.envs.make import make_runner
 from verifiers_rl.inference.client import InferenceServerError, ServerLostError
 from verifiers_rl.process.interrupts import Interrupted, Interrupts
 from verifiers_rl.requests import Places
@@ -72,7 +62,8 @@ def test_each_tensor_is_gathered_once_and_a_server_with_a_fault_costs_itself_onl
     if fault:
         hangs = fault == "hangs"
         servers[1].on_write = lambda given_up: given_up.wait(30) if hangs else servers[1].die()
-    errors = push_to_all(syncs, MODEL, 7, stall_s=0.5)
+    monkeypatch.setattr(weight_sync, "STALL_S", 0.5)
+    errors = push_to_all(syncs, MODEL, 7)
     assert set(times_made.values()) == {1} and len(times_made) > 10
     assert ("did not end in time" in str(errors[1])) == (fault == "hangs")
     for number, (server, sync, error) in enumerate(zip(servers, syncs, errors, strict=True)):
@@ -157,14 +148,18 @@ def states(pool):
     return [of(replica) for replica in pool.replicas]
 
 
-@pytest.mark.parametrize("connection", [None, "of another"])
+@pytest.mark.parametrize("connection", [None, "of another", "broken"])
 def test_a_server_that_started_anew_or_has_another_trainer_is_lost(make_pool, connection):
     pool, (server,) = make_pool(1)
     pool.wait_until_ready()
     push(pool, 0)
-    server.connection = connection
+    sync = pool.replicas[0].sync
+    if connection == "broken":
+        sync.close()  # as a push that breaks does, before the pool has heard of it
+    else:
+        server.connection = connection
     with pytest.raises(ServerLostError, match="started anew, or the connection"):
-        pool.check_server()
+        sync.check_server()
 
 
 def test_a_server_is_compared_before_and_after_a_step_and_whenever_it_connects_anew(make_pool):
@@ -234,16 +229,6 @@ def test_if_all_servers_are_lost_the_trainer_waits_for_one(make_pool):
     wait_until(lambda: states(pool) == ["found", "serving"])
     assert pool.take(1) == servers[1].base_url  # until the next push
     assert push(pool, 2) == 2 and has_weights(servers[0])
-
-
-def test_a_server_whose_push_has_broken_is_lost_and_not_taken_by_another(make_pool):
-    pool, _ = make_pool(1)
-    pool.wait_until_ready()
-    push(pool, 0)
-    sync = pool.replicas[0].sync
-    sync.close()  # as a push that breaks does, before the pool has heard of it
-    with pytest.raises(ServerLostError):
-        sync.check_server()
 
 
 def test_a_server_that_joins_is_used_from_the_next_push_on(make_pool, monkeypatch):
@@ -320,124 +305,6 @@ def test_a_request_that_every_server_fails_moves_three_times_and_costs_its_own_r
     assert len(tried) == len({*tried}) == min(num_servers, 4)
     assert pool.take(3)  # all answer, and the next rollout is played
     assert sum(replica.num_running for replica in pool.replicas) == 1
-
-
-# --- Rollouts -------------------------------------------------------------------------------------
-
-
-class Routing:
-    """A router over stand-in servers, as the pool is one."""
-
-    def __init__(self, urls):
-        self.running = dict.fromkeys(urls, 0)
-        self.lost, self.on_lost = [], None
-
-    def take(self, policy_version):
-        url = min(self.running, key=lambda one: (one in self.lost, self.running[one]))
-        self.running[url] += 1
-        return url
-
-    def release(self, url, is_lost):
-        self.running[url] -= 1
-        self.lost += [url] * is_lost
-
-
-class Fault(Server):
-    """A stand-in server at which `trouble(number of the request)` may happen in place of an
-    answer: "hang up", "hang", "version", or an HTTP status.
-    """
-
-    def __init__(self, tokenizer, trouble):
-        super().__init__(tokenizer, think)
-        self.trouble, self.num_asked, self.is_hanging = trouble, 0, asyncio.Event()
-
-    async def answer(self, request):
-        self.num_asked += 1
-        trouble = self.trouble(self.num_asked)
-        if trouble == "hang up":
-            request.transport.close()
-        if trouble == "hang":
-            self.is_hanging.set()
-            await asyncio.sleep(60)
-        if isinstance(trouble, int):
-            return web.json_response({"error": {"message": "trouble"}}, trouble)
-        reply = await super().answer(request)
-        reply.headers["X-Policy-Versions"] = "0:8" if trouble == "version" else "0:9"
-        return reply
-
-
-@pytest.fixture
-def tokenizer(on_the_path, monkeypatch):  # noqa: F811
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(HERE), str(ROOT))))  # of workers too
-    from light_tokenizer import LightTokenizer
-
-    return LightTokenizer()
-
-
-async def nothing(router): ...
-
-
-def roll_out(tokenizer, tmp_path, servers, env_workers=0, env=None, during=nothing):
-    """A group of four at these servers, and the router that chose among them."""
-    args = RLConfig(
-        output_dir=str(tmp_path), max_seq_len=200, max_tokens=40, use_cpu=True,
-        env_workers=env_workers,
-    )  # fmt: skip
-    env = env or load(id="user_env", harness=None)
-
-    async def main():
-        async with AsyncExitStack() as stack:
-            path = "/v1/chat/completions/tokens"
-            urls = [await stack.enter_async_context(serving(s.answer, path)) for s in servers]
-            router = Routing(urls)
-            runner, places = make_runner(env, urls[0], tokenizer, args), Places(8, router)
-            router.on_lost = places.lose
-            try:
-                await runner.open()
-                sampling = args.sampling_args()
-                request = make_request(0, 4, sampling_args=sampling, places=places)
-                group = asyncio.ensure_future(runner.run_group(request))
-                await during(router)
-                return await group, router
-            finally:
-                await runner.close()
-
-    return asyncio.run(asyncio.wait_for(main(), 100))
-
-
-@pytest.mark.parametrize(
-    "trouble, env_workers, in_program",
-    [
-        *[(trouble, 0, False) for trouble in ("hang up", "hang", "version", 500, 404)],
-        ("hang up", 0, True),
-        pytest.param("hang", 1, False, marks=pytest.mark.slow),
-    ],
-)
-def test_rollouts_of_a_lost_server_begin_again_at_another_one(
-    tokenizer, tmp_path, trouble, env_workers, in_program
-):
-    broken = Fault(tokenizer, lambda n: trouble if n > 3 or in_program else None)
-    good = Fault(tokenizer, lambda n: None)
-    program = load(harness={"id": "streaming_harness"}, agent={"runtime": {"type": "subprocess"}})
-
-    async def lose(router):
-        if trouble == "hang":  # the pool finds it lost
-            await broken.is_hanging.wait()
-            url = next(iter(router.running))
-            router.lost.append(url)
-            router.on_lost(url)
-
-    env = program if in_program else None
-    group, router = roll_out(tokenizer, tmp_path, [broken, good], env_workers, env, lose)
-    assert [rollout.error for rollout in group] == [None] * 4
-    assert sorted(rollout.num_moves for rollout in group) == [0, 0, 1, 1]
-    for rollout in group:
-        for sample in rollout.samples:
-            assert {*sample.policy_versions.tolist()} == {-1, 9}
-    assert set(router.lost) == {next(iter(router.running))}
-    assert [*router.running.values()] == [0, 0]
-    # Two rollouts began here, and two came: all turns of a rollout are at one server.
-    assert len(good.requests) == 4 * group[0].num_turns
 
 
 # --- Options --------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -242,31 +241,6 @@ def test_what_vllms_reload_loses_is_named_and_gpt_oss_loses_nothing():
     assert alone == [("a.mlp.experts.0.bias", [5]), ("a.mlp.experts.1.bias", [6])]
 
 
-def test_a_salt_of_a_request_stands_beside_that_of_the_weights(monkeypatch):
-    """Else it would find prefixes that older weights have computed."""
-    from verifiers_rl.inference.engine import AsyncLLM, RolloutEngine
-
-    async def add_request(self, request_id, prompt, params):
-        return prompt
-
-    monkeypatch.setattr(AsyncLLM, "add_request", add_request)
-    engine = object.__new__(RolloutEngine)
-    engine.admits = asyncio.Event()
-    engine.admits.set()
-
-    async def salt_of(prompt, salt):
-        engine.cache_salt = salt
-        return (await engine.add_request("1", prompt, None)).get("cache_salt")
-
-    for prompt, salt, expected in (
-        ({}, None, None),
-        ({"cache_salt": "own"}, None, "own"),
-        ({}, "v3", "v3"),
-        ({"cache_salt": "own"}, "v3", "v3own"),
-    ):
-        assert asyncio.run(salt_of(prompt, salt)) == expected
-
-
 def test_a_token_left_on_this_machine_is_shown_to_no_other(monkeypatch, tmp_path):
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -294,10 +268,8 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch, tmp_path):
 
 def test_a_folder_too_long_for_sockets_is_named_at_once(monkeypatch):
     monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
-    monkeypatch.setattr("tempfile.gettempdir", lambda: "/" + "t" * 69)
-    assert vf_vllm.sockets_error() is None
     monkeypatch.setattr("tempfile.gettempdir", lambda: "/" + "t" * 106)
-    with pytest.raises(SystemExit, match=r"TMPDIR='/t+': has 107 bytes"):
+    with pytest.raises(SystemExit, match=r"'/t+' is too long .* TMPDIR"):
         vf_vllm.main()
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", "/tmp")  # where vLLM's sockets are then
     assert vf_vllm.sockets_error() is None
@@ -452,7 +424,7 @@ def test_a_push_reaches_all_workers_and_tokens_of_mixed_weights_are_of_no_policy
     [
         ({}, BODY[:-1], "400: a body of 2097183 bytes: this connection's plan has 2097184"),
         ({"connection": "d"}, BODY, "409: not connected"),
-        ({"policy_version": "x"}, BODY, "400: policy_version='x': Input should be a valid integer"),
+        ({"policy_version": "x"}, BODY, "422: .*'policy_version'.* a valid integer.*'x'"),
     ],
 )
 def test_a_push_that_is_not_the_announced_one_changes_nothing(change, body, message):
@@ -496,19 +468,6 @@ def test_a_trainer_that_hangs_or_leaves_in_a_push_leaves_no_worker_waiting(
         with pytest.raises(ServerLostError, match="409: not connected"):
             pushed(client, connection).answer()
         assert [call for call in engine.calls if call != "weight_sync_receive"] == tears
-
-
-def test_a_push_that_takes_too_long_ends_though_each_bucket_comes_in_time():
-    def load_slowly(number, shared):
-        for _ in range(4):
-            time.sleep(0.3)
-            shared.receive(number, BUCKET)
-
-    with (
-        server_of_pushes(Workers(load_slowly)) as (client, connection, _),
-        pytest.raises(ServerLostError, match=r"409: .* 0\.5 s \(vllm_server_timeout\)"),
-    ):
-        pushed(client, connection, timeout_s=0.5).answer(10.0)
 
 
 @pytest.mark.parametrize("kind, status", [(RuntimeError, 500), (ValueError, 400)])
@@ -557,7 +516,7 @@ def test_over_nccl_the_id_is_handed_on_and_workers_hear_that_the_trainer_has_lef
 
     workers = Workers(take=lambda number, shared: None)
     with server_of_pushes(workers) as (client, _, _engine):
-        with pytest.raises(InferenceServerError, match="400: unique_id="):
+        with pytest.raises(InferenceServerError, match=r"422: .*'unique_id'"):
             connected(client, unique_id=base64.b64encode(bytes(127)).decode())
         hold, connection = connected(client, unique_id=base64.b64encode(unique_id).decode())
         plan, _, given, _ = workers.connections[-1]
@@ -637,13 +596,13 @@ def test_a_proxy_that_fails_for_seconds_is_a_lost_connection(status, is_lost):
 
 def test_a_control_request_that_makes_no_sense_is_refused():
     with server_of() as (client, _):
-        with pytest.raises(InferenceServerError, match=r"400: plan\.tensors=.*Field required"):
+        with pytest.raises(InferenceServerError, match=r"422: .*'plan', 'tensors'.*Field required"):
             connected(client, plan={"dtype": "float32"})
         for content in (b"\xff{", b"{}", b"{"):
             url = f"{client.base_url}/weight_sync/connect"
             headers = {"Authorization": f"Bearer {generation_key(client.base_url)}"}
             reply = httpx.post(url, content=content, headers=headers, trust_env=False)
-            assert reply.status_code == 400 and isinstance(reply.json()["error"], str)
+            assert reply.status_code in (400, 422) and reply.json()["detail"]
 
 
 # --- Who has the server ---------------------------------------------------------------------------
@@ -775,7 +734,7 @@ def test_a_server_is_asked_by_its_own_name_and_by_pages_that_were_invited(args, 
 
 def test_requests_without_a_key_are_refused_where_one_is_needed():
     with server_of(generation_keys=["token", "key"]) as (client, _):
-        for path in ("/v1/completions", "/v1/models/"):
+        for path in ("/v1/completions", "/v1/models/", "/weight_sync/receive"):
             for given in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "key"}):
                 reply = answer_to(client, "POST", path, **given)
                 assert reply.status_code == 401 and "VLLM_API_KEY" in reply.text
@@ -784,6 +743,15 @@ def test_requests_without_a_key_are_refused_where_one_is_needed():
             assert answer_to(client, "GET", "/v1/models/", **given).status_code == 404  # no vLLM
             assert answer_to(client, "GET", "/weight_sync/status", **given).status_code == 401
         assert answer_to(client, "GET", "/health").status_code == 404
+
+
+def test_neither_vllms_control_routes_nor_other_ways_to_generate_are_served():
+    """No update would wait for the latter."""
+    routes = ("collective_rpc", "update_weights", "pause", "sleep", "scale_elastic_ep")
+    with server_of() as (client, _):
+        for route in (*routes, "v1/responses", "v1/messages", "pooling", "invocations"):
+            reply = answer_to(client, "POST", f"/{route}")
+            assert reply.status_code == 404 and "vf-vllm does not serve" in reply.text
 
 
 @pytest.mark.parametrize(
@@ -795,7 +763,6 @@ def test_requests_without_a_key_are_refused_where_one_is_needed():
         ({"logprobs_mode": "raw_logprobs"}, "--logprobs-mode raw_logprobs: "),
         ({"enable_sleep_mode": True}, None),
         ({"enable_sleep_mode": True, "tensor_parallel_size": 2}, "--enable-sleep-mode: "),
-        ({"enable_sleep_mode": True, "data_parallel_size": 2}, "--enable-sleep-mode: "),
     ],
 )
 def test_flags_that_training_cannot_have_are_refused(flags, message):
@@ -823,7 +790,7 @@ def test_vllms_parser_has_our_defaults_and_a_seed_for_each_server():
 
 def test_a_reserved_port_is_refused_to_others_until_its_holder_ends(monkeypatch):
     port, held = reserve_port("127.0.0.1", 0)
-    with pytest.raises(PortError, match=f":{port}: .* has reserved the port"):
+    with pytest.raises(PortError, match=f":{port}: Address already in use"):
         reserve_port("0.0.0.0", port)
     monkeypatch.setenv(RESERVED_VARIABLE, str(port))  # by the vf-rl that has started us
     reserve_port("127.0.0.1", port)[1].close()

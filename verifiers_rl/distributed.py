@@ -223,34 +223,41 @@ def prepare_ranks(accelerator: Any, args: RLConfig, needs_copy: bool) -> None:
                 "offer it; remove it"
             )
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
-    if fsdp is not None and fsdp.fsdp_version != 2:
-        raise ConfigError(f"fsdp_version={fsdp.fsdp_version}: not supported; set fsdp_version: 2")
-    if fsdp is not None and fsdp.state_dict_type != StateDictType.FULL_STATE_DICT:
-        raise ConfigError(
-            f"fsdp_state_dict_type: {fsdp.state_dict_type.name}: Trainer would save no model at "
-            "the end; set fsdp_state_dict_type: FULL_STATE_DICT"
-        )
-    if fsdp is not None and isinstance(fsdp.cpu_offload, CPUOffloadPolicy):
-        raise ConfigError("FSDP's cpu_offload: not supported; remove it, or use ZeRO-2's")
-    if fsdp is not None and fsdp.activation_checkpointing:
-        raise ConfigError(
-            "FSDP's activation_checkpointing: it renames the weights, and the server would refuse "
-            "them; set gradient_checkpointing = true in its place"
-        )
-    zero = getattr(accelerator.state, "deepspeed_plugin", None)
-    if args.torch_compile and (fsdp is not None or zero is not None):
+    if fsdp is not None:
+        check_fsdp(fsdp)
+        if accelerator.mixed_precision == "bf16":
+            # The policy of accelerate also sums gradients in bfloat16.
+            fsdp.mixed_precision_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    if fsdp is None and getattr(accelerator.state, "deepspeed_plugin", None) is None:
+        return
+    if args.torch_compile:
         raise ConfigError(
             "torch_compile=True: it has not been tried with FSDP and DeepSpeed; leave it out"
         )
-    if needs_copy and (fsdp is not None or zero is not None):
+    if needs_copy:
         raise ConfigError(
             "kl_beta without LoRA, as any loss that needs reference_logprobs, keeps a copy of the "
             "whole model on each rank, which FSDP and DeepSpeed would not split; set use_lora = "
             "true, or kl_beta = 0"
         )
-    if fsdp is not None and accelerator.mixed_precision == "bf16":
-        # The policy of accelerate also sums gradients in bfloat16.
-        fsdp.mixed_precision_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+def check_fsdp(plugin: Any) -> None:
+    """Raise ConfigError for options of FSDP that do not work here."""
+    if plugin.fsdp_version != 2:
+        raise ConfigError(f"fsdp_version={plugin.fsdp_version}: not supported; set fsdp_version: 2")
+    if plugin.state_dict_type != StateDictType.FULL_STATE_DICT:
+        raise ConfigError(
+            f"fsdp_state_dict_type: {plugin.state_dict_type.name}: Trainer would save no model at "
+            "the end; set fsdp_state_dict_type: FULL_STATE_DICT"
+        )
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        raise ConfigError("FSDP's cpu_offload: not supported; remove it, or use ZeRO-2's")
+    if plugin.activation_checkpointing:
+        raise ConfigError(
+            "FSDP's activation_checkpointing: it renames the weights, and the server would refuse "
+            "them; set gradient_checkpointing = true in its place"
+        )
 
 
 @contextmanager

@@ -228,7 +228,7 @@ class ControlRequest:
                 return found
         if reply.status in (200, 404):
             raise _not_ours(self._url, self._path)
-        reason = found["error"] if isinstance(found, dict) and "error" in found else text
+        reason = found["detail"] if isinstance(found, dict) and "detail" in found else text
         is_lost = reply.status in LOST or reply.status >= FAILED
         kind = ServerLostError if is_lost else InferenceServerError
         raise kind(f"{self._method} {self._url}{self._path}: {reply.status}: {reason}")

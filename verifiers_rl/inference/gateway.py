@@ -77,8 +77,7 @@ class Gateway:
         if path.startswith("/weight_sync/"):
             self.weights = self.weights or WeightRoutes(vllm)
             return self.weights.app
-        served = ", ".join((*GENERATION_PATHS, *OTHER_PATHS))
-        return error(404, f"vf-vllm does not serve {path}, only {served}")
+        return error(404, f"vf-vllm does not serve {path}; see docs/weight_sync.md")
 
     async def generate(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass a generation request on to vLLM and say in its reply which policies sampled it."""
@@ -118,7 +117,7 @@ class Gateway:
 
 
 def error(status: int, message: str) -> JSONResponse:
-    return JSONResponse({"error": message}, status)
+    return JSONResponse({"detail": message}, status)  # as FastAPI's own
 
 
 def bounded(receive: Any) -> Any:
@@ -150,17 +149,19 @@ def refusal_of(scope: Any, args: Any, path: str) -> JSONResponse | None:
         )
     if origin and not {"*", origin} & set(args.allowed_origins):
         return error(403, f"web pages of {origin} may not use this server (--allowed-origins)")
+    keys = args.generation_keys
     if path.startswith("/weight_sync/"):
-        keys, key = [os.environ[TOKEN_VARIABLE]], "token"
-    else:
-        keys, key = args.generation_keys, "key"
-        if not keys or path in PUBLIC_PATHS or scope["method"] == "OPTIONS":  # which has no key
-            return None
+        keys = [os.environ[TOKEN_VARIABLE]]
+    elif not keys or path in PUBLIC_PATHS or scope["method"] == "OPTIONS":  # which has no key
+        return None
     given = headers.get("authorization", "").encode()
     if any(secrets.compare_digest(given, f"Bearer {one}".encode()) for one in keys):
         return None
-    fix = "" if key == "token" else ", or VLLM_API_KEY to an --api-key of this server"
-    return error(401, f"wrong or missing {key}: set {TOKEN_VARIABLE} to this server's token{fix}")
+    return error(
+        401,
+        f"wrong or missing token: set {TOKEN_VARIABLE} to this server's, or to generate only, "
+        "VLLM_API_KEY to an --api-key of this server",
+    )
 
 
 def with_body(scope: Any, body: bytes, receive: Any) -> tuple[Any, Any]:

@@ -14,9 +14,10 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import BaseModel, Field, StrictBool, StrictInt
 
 from verifiers_rl.inference.packed_tokens import FIELD, MASK_FIELD, SEEDS, pack_sampled, unpack_ids
 from verifiers_rl.types import MAX_MASK
@@ -28,6 +29,14 @@ NUM_TIES = 32
 # Characters of a grammar, a schema or the choices that a reply must follow. vLLM compiles them in
 # the server's process, which answers nobody meanwhile.
 MAX_GRAMMAR = 2**16
+# Fields of a request of the token route. vLLM does not know the first three, and makes OpenAI's
+# form of what is requested by the others.
+NOT_FOR_VLLM = (
+    *("tokens", SEEDS, MASK_FIELD),
+    *("return_token_ids", "logprobs", "top_logprobs", "logprob_token_ids"),
+)
+
+Seed = Annotated[StrictInt, Field(ge=0, lt=2**63)]
 
 
 def check_grammar(structured: Any) -> None:
@@ -41,6 +50,20 @@ def check_grammar(structured: Any) -> None:
         )
 
 
+class TokenFields(BaseModel):
+    """What a request of the token route has beside a chat's own fields, and how it may not ask for
+    its reply: only a whole reply of one completion has packed tokens. For several completions, set
+    `seeds`, see packed_tokens.py.
+    """
+
+    tokens: str
+    seeds: Annotated[list[Seed | None], Field(min_length=1)] | None = None
+    sampling_mask: StrictBool = False
+    n: Literal[1] | None = None
+    use_beam_search: Literal[False] | None = None
+    stream: Literal[False] | None = None
+
+
 class TokenRequest:
     """What a request of the token route asks for beside a chat's own fields.
 
@@ -49,8 +72,8 @@ class TokenRequest:
         vocab_size, max_model_len: of the model.
 
     Raises:
-        ValueError: `tokens` are no token ids of the model, or too many, or `seeds` are none, or the
-            reply is requested in another form, or a sampling mask without a bound.
+        ValueError: `fields` are no `TokenFields`, `tokens` are no token ids of the model, or too
+            many, or a sampling mask has no bound.
 
     Attributes:
         token_ids: the prompt.
@@ -60,40 +83,22 @@ class TokenRequest:
     """
 
     def __init__(self, fields: Any, vocab_size: int, max_model_len: int) -> None:
-        if not isinstance(fields, dict):
-            raise ValueError("the body must be a JSON object")
-        self.token_ids = take_prompt(fields, vocab_size, max_model_len)
+        asked = TokenFields.model_validate(fields)
+        self.token_ids = read_prompt(asked.tokens, vocab_size, max_model_len)
         self._room = max_model_len - len(self.token_ids)
-        self.num_logprobs = 0
-        if (
-            fields.get("n") not in (None, 1)
-            or fields.get("use_beam_search")
-            or fields.get("stream")
-        ):
-            raise ValueError(
-                f"{FIELD}: only a whole reply of one completion has packed tokens; for several "
-                f"completions, set {SEEDS}"
-            )
-        self.seeds: list[int | None] | None = fields.pop(SEEDS, None)
+        self.seeds = asked.seeds
         if self.seeds is not None:
-            if not (isinstance(self.seeds, list) and self.seeds and all(map(is_seed, self.seeds))):
-                raise ValueError(
-                    f"{SEEDS}={self.seeds!r}: must be a list with a number from 0 to 2**63 - 1, or "
-                    "null, for each completion"
-                )
             fields["n"] = len(self.seeds)  # vLLM knows how many it allows
-        has_mask, top_k = fields.pop(MASK_FIELD, False), fields.get("top_k")
-        if not isinstance(has_mask, bool):
-            raise ValueError(f"{MASK_FIELD}={has_mask!r}: must be true or false")
-        if has_mask:
+        self.num_logprobs = 0
+        if asked.sampling_mask:
+            top_k = fields.get("top_k")
             if type(top_k) is not int or not 1 <= top_k <= MAX_MASK:
                 raise ValueError(f"{MASK_FIELD}: needs top_k from 1 to {MAX_MASK}, not {top_k!r}")
             self.num_logprobs = min(top_k + NUM_TIES, vocab_size)
         # The tokens take the place of the rendered messages, of which one token is enough. So a
         # template may add much that the tokens do not have.
         fields["truncate_prompt_tokens"] = 1
-        # vLLM makes OpenAI's form of what is requested here.
-        for name in ("return_token_ids", "logprobs", "top_logprobs", "logprob_token_ids"):
+        for name in NOT_FOR_VLLM:
             fields.pop(name, None)
 
     def fit(self, prompt: Any, sampling: Any) -> Any:
@@ -106,19 +111,15 @@ class TokenRequest:
         return prompt | {"prompt_token_ids": self.token_ids}
 
 
-def is_seed(value: Any) -> bool:
-    return value is None or (type(value) is int and 0 <= value < 2**63)
-
-
-def take_prompt(fields: dict[str, Any], vocab_size: int, max_model_len: int) -> list[int]:
-    """Take `tokens` out of the fields, packed ids.
+def read_prompt(text: str, vocab_size: int, max_model_len: int) -> list[int]:
+    """Return packed ids.
 
     Raises:
         ValueError: they are no token ids of the model, or too many.
     """
     try:
-        token_ids = unpack_ids(fields.pop("tokens", None))
-    except (TypeError, ValueError) as error:
+        token_ids = unpack_ids(text)
+    except ValueError as error:
         raise ValueError(f"tokens: must be token ids, base64 of int32: {error}") from error
     if not len(token_ids):
         raise ValueError("tokens: must be at least one token id")

@@ -9,7 +9,6 @@ import threading
 import time
 
 SERVER_PID = "VERIFIERS_RL_SERVER_PID"  # of the vf-vllm that started this process
-_ends_with_server: int | None = None  # the process that does; a forked one must begin anew
 
 
 def set_up() -> None:
@@ -27,11 +26,9 @@ def end_with_server() -> None:
 
     Without this, they live on after their API server is killed, and hold the GPU's memory.
     """
-    global _ends_with_server
     pid = int(os.environ[SERVER_PID])
-    if os.getpid() in (pid, _ends_with_server):
+    if os.getpid() == pid:
         return
-    _ends_with_server = os.getpid()
     try:
         end = os.pidfd_open(pid)
     except ProcessLookupError:  # it has ended before we could look

@@ -32,25 +32,18 @@ def reserve_port(host: str, port: int) -> tuple[int, socket.socket]:
             machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise _error(host, port, error.strerror or str(error)) from error
-        port = port or probe.getsockname()[1]
     reservation = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    if os.environ.get(RESERVED_VARIABLE) != str(port):
-        try:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+            port = port or probe.getsockname()[1]
+        if os.environ.get(RESERVED_VARIABLE) != str(port):
             reservation.bind(f"\0verifiers_rl/port-{port}")
-        except OSError as error:
-            reservation.close()
-            reason = "another vf-rl or vf-vllm has reserved the port"
-            raise _error(host, port, reason) from error
+    except OSError as error:
+        reservation.close()
+        raise PortError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; stop what uses it, or "
+            "another vf-rl or vf-vllm that has reserved it, or choose another --port"
+        ) from error
     return port, reservation
-
-
-def _error(host: str, port: int, reason: str) -> PortError:
-    return PortError(
-        f"cannot listen on {host}:{port}: {reason}; stop what uses it or choose another --port"
-    )

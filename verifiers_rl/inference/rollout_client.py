@@ -39,9 +39,7 @@ CONNECT_S = 60.0  # deadline of a connection
 # task: verifiers' endpoint sends it for a program.
 BEHIND_S = 1.0
 GATHER_S = 0.002  # the first request of a group waits so long for others like it
-
-
-NO_TOKENS = np.empty(0, np.int32), np.empty(0, np.float32)
+LONGEST_LINE = 2**28  # bytes of a reply in a group; beyond them, each request is sent by itself
 
 
 @dataclass(frozen=True)
@@ -57,10 +55,10 @@ class ChatReply:
     """
 
     completion: dict[str, Any]
-    policy_versions: list[tuple[int, int]] | None = None
-    sampled: tuple[np.ndarray, np.ndarray] = NO_TOKENS
-    mask: tuple[np.ndarray, np.ndarray] | None = None
-    experts: np.ndarray | None = None
+    policy_versions: list[tuple[int, int]] | None
+    sampled: tuple[np.ndarray, np.ndarray]
+    mask: tuple[np.ndarray, np.ndarray] | None
+    experts: np.ndarray | None
 
 
 @dataclass(eq=False)
@@ -109,6 +107,7 @@ class ServerClient(AsyncOpenAI):
                 limit=0, keepalive_timeout=3, socket_factory=_kept_alive
             ),
             headers={"Content-Type": "application/json"},
+            read_bufsize=LONGEST_LINE,
         )
 
     def of_rollout(self, session: RolloutSession) -> Self:
@@ -210,7 +209,6 @@ class ServerClient(AsyncOpenAI):
     ) -> None:
         """Send the requests of a group as one, and give each its reply when that comes."""
         group = self._gathered[key]
-        unread = bytearray()
         try:
             try:
                 await asyncio.sleep(GATHER_S)
@@ -225,19 +223,12 @@ class ServerClient(AsyncOpenAI):
                 timeout=aiohttp.ClientTimeout(None, sock_connect=CONNECT_S),  # each has a deadline
                 raise_for_status=True,
             ) as sent:
-                async for part in sent.content.iter_any():
-                    unread += part
-                    if b"\n" not in part:
-                        continue
-                    *lines, unread = unread.split(b"\n")
-                    for line in lines:
-                        if not line[:1].isdigit():
-                            continue  # a comment, by vLLM's --sse-keep-alive-interval
-                        number, versions, content = line.split(b" ", 2)
-                        if not (reply := group.replies[int(number)]).done():
-                            reply.set_result(
-                                _response(key[0], 200, bytes(content), versions.decode())
-                            )
+                async for line in sent.content:
+                    if not line[:1].isdigit():
+                        continue  # a comment, by vLLM's --sse-keep-alive-interval
+                    number, versions, content = line.split(b" ", 2)
+                    if not (reply := group.replies[int(number)]).done():
+                        reply.set_result(_response(key[0], 200, content, versions.decode()))
         except (aiohttp.ClientError, TimeoutError):
             pass  # each of them will meet it
         finally:

@@ -193,13 +193,12 @@ def sockets_error() -> str | None:
     """Return why vLLM's processes cannot connect by sockets in the folder for temporary files, or
     None.
     """
-    name = "VLLM_RPC_BASE_PATH" if os.environ.get("VLLM_RPC_BASE_PATH") else "TMPDIR"
     folder = os.environ.get("VLLM_RPC_BASE_PATH") or tempfile.gettempdir()
     if len(os.fsencode(folder)) <= MAX_SOCKET_FOLDER:
         return None
     return (
-        f"{name}={folder!r}: has {len(os.fsencode(folder))} bytes, and paths of vLLM's sockets in "
-        f"it need one of at most {MAX_SOCKET_FOLDER}; set {name} to a shorter one"
+        f"{folder!r} is too long a folder for vLLM's sockets, whose paths need one of at most "
+        f"{MAX_SOCKET_FOLDER} bytes; set TMPDIR or VLLM_RPC_BASE_PATH to a shorter one"
     )
 
 
@@ -285,16 +284,14 @@ def main() -> None:
         # First: the hub may be slow.
         args.port, reservation = reserve_port(args.host, args.port)
     except PortError as error:
-        sys.exit(f"vf-vllm: {error}")
+        parser.error(str(error))
     if problem := model_error(args.model):
-        sys.exit(f"vf-vllm: {problem}")
-    if args.model.startswith("~"):  # of --model=~/m, which a shell leaves as it is
-        args.model = os.path.expanduser(args.model)
+        parser.error(problem)
+    args.model = os.path.expanduser(args.model)  # of --model=~/m, which a shell leaves as it is
     if args.host not in LOOPBACK:
-        key = "no key (--open)" if args.open else f"the run's token ({TOKEN_VARIABLE}) or --api-key"
         print(
             f"vf-vllm: WARNING: --host {args.host} lets other machines reach this server; to "
-            f"generate, they need {key}",
+            f"generate, they need {TOKEN_VARIABLE} or an --api-key, and with --open neither",
             file=sys.stderr,
         )
     if problem := fit_to_checkpoint(args, sys.argv):

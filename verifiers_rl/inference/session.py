@@ -117,8 +117,7 @@ class RolloutSession:
             return
         if spans and spans[0][0] == 0 and min(v for _, v in spans) >= self.policy_version:
             return
-        said = f"versions {sorted({v for _, v in spans})}" if spans else "no version"
         raise SessionLostError(
-            f"the server at {self.url} replied with {said} of the policy, not with version "
+            f"the server at {self.url} replied with versions {spans} of the policy, not with "
             f"{self.policy_version}: has it started anew?"
         )

@@ -12,19 +12,18 @@ GET  /weight_sync/status    policy version, world size, dtype, model, servers th
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
-import reprlib
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import nullcontext, suppress
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import Base64Bytes, BaseModel, Field, PositiveFloat
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from verifiers_rl.inference.engine_calls import (
@@ -35,7 +34,6 @@ from verifiers_rl.inference.engine_calls import (
     updating,
 )
 from verifiers_rl.inference.expected import fit_to_server
-from verifiers_rl.inference.holding import Hold
 from verifiers_rl.sync.nccl import ID_BYTES
 from verifiers_rl.sync.plan import ADAPTER_ID, ADAPTER_NAME, TransferPlan
 from verifiers_rl.sync.shared_buffers import SharedBuffers, shared_with_workers
@@ -67,6 +65,46 @@ class Connection(BaseModel):
     unique_id: Annotated[Base64Bytes, Field(min_length=ID_BYTES)] | None = None
 
 
+class Hold(StreamingResponse):
+    """The reply to the trainer that has connected. It does not end until the trainer closes the
+    connection, its process dies, a newer connection takes its place, or the server ends.
+
+    Args:
+        of: what the trainer has said.
+        sizes: bytes of the buckets in each push's body; none with NCCL.
+        server: uvicorn's. It ends only after all replies have ended, and has no event to announce
+            its end.
+
+    Attributes:
+        connection: the name by which pushes refer to it.
+        shared: memory shared with the workers; None while they may hold a part of a push.
+        left: set when the reply has ended, or is to end.
+        waking: wakes engines that sleep once the trainer has left; None before they first sleep.
+    """
+
+    def __init__(self, of: Connection, sizes: list[int], server: Any) -> None:
+        self.of, self.sizes = of, sizes
+        self.connection = secrets.token_hex(8)
+        self.shared: SharedBuffers | None = None
+        self.since = time.strftime("%Y-%m-%d %H:%M:%S")
+        self.left = asyncio.Event()
+        self.waking: asyncio.Task[None] | None = None
+        self._server = server
+        super().__init__(self._until_it_ends())
+
+    async def _until_it_ends(self) -> AsyncIterator[str]:
+        yield json.dumps({"connection": self.connection}) + "\n"
+        while not self.left.is_set() and not self._server.should_exit:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.left.wait(), 0.5)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.left.set()
+
+
 class WeightRoutes:
     """The trainer's connection with this server, and the routes that change it.
 
@@ -84,29 +122,18 @@ class WeightRoutes:
         self.policy_version: int | None = None
         self.hold: Hold | None = None
         self._gpus: list[str | None] | None = None
-        self._joined: dict[tuple[str, int], None] = {}  # in the order of their coming
+        self._joined: list[tuple[str, int]] = []
         self._is_asleep = False
         self._lock = asyncio.Lock()  # one update at a time
         self.app = app = FastAPI(openapi_url=None, strict_content_type=False)
         app.get("/weight_sync/status", response_model=None)(self.status)
         for route in (self.connect, self.receive, self.sleep, self.join):
             app.post(f"/weight_sync/{route.__name__}", response_model=None)(route)
-        app.exception_handler(RequestValidationError)(self._refuse)
-        app.exception_handler(HTTPException)(self._refuse)
         app.exception_handler(Exception)(self._fail)
-
-    async def _refuse(self, _: Request, error: Any) -> JSONResponse:
-        if isinstance(error, HTTPException):
-            return JSONResponse({"error": error.detail}, error.status_code)
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"][1:]))  # without "body" or "query"
-        return JSONResponse(
-            {"error": f"{field}={reprlib.repr(first.get('input'))}: {first['msg']}"}, 400
-        )
 
     async def _fail(self, _: Request, error: Exception) -> JSONResponse:
         """The trainer must see what went wrong in here, whatever it was; the log has the trace."""
-        return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 500)
+        return JSONResponse({"detail": f"{type(error).__name__}: {error}"}, 500)
 
     async def status(self) -> dict[str, Any]:
         engine = self.vllm.engine_client
@@ -131,7 +158,7 @@ class WeightRoutes:
             "hidden_size": text.hidden_size,
             "num_hidden_layers": text.num_hidden_layers,
             "max_model_len": model.max_model_len,
-            "joined": list(self._joined),
+            "joined": self._joined,
             "returns_experts": self.vllm.args.enable_return_routed_experts,
             "sleeps": model.enable_sleep_mode,
             "batch_invariant": os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"),
@@ -142,7 +169,7 @@ class WeightRoutes:
 
     async def join(self, host: str, port: int) -> None:
         """Remember another server. The trainer of this one finds it in the status."""
-        self._joined[host, port] = None
+        self._joined.append((host, port))
 
     async def connect(self, new: Connection, request: Request) -> Hold:
         """Give the server to this trainer, unless another one has it. Let the workers know what
@@ -165,7 +192,7 @@ class WeightRoutes:
             # Of an adapter all buckets are here before generation pauses, of full weights two.
             num_buffers = len(sizes) if plan.adapter is not None else min(len(sizes), 2)
             num_workers = config.parallel_config.world_size_across_dp
-            hold = Hold(new.trainer, new.name, sizes, lambda: self.vllm.server.should_exit)
+            hold = Hold(new, sizes, self.vllm.server)
             largest = max(sizes, default=0)
             with shared_with_workers(num_workers, num_buffers, largest) as (shared, address):
                 async with updating(engine, new.timeout_s):  # some engines step together
@@ -185,15 +212,15 @@ class WeightRoutes:
 
     async def _refuse_if_held(self, trainer: str) -> None:
         hold = self.hold
-        if hold is None or hold.trainer == trainer:
+        if hold is None or hold.of.trainer == trainer:
             return
         with suppress(TimeoutError):  # refused below
             await asyncio.wait_for(hold.left.wait(), HOLDER_GRACE_S)
         if not hold.left.is_set():
             raise HTTPException(
                 423,
-                f"another trainer has this server: {hold}. Give this run a server of its own "
-                "(vllm_server_port), or end the other trainer",
+                f"another trainer has this server: {hold.of.name}, since {hold.since}. Give this "
+                "run a server of its own (vllm_server_port), or end the other trainer",
             )
 
     async def receive(
@@ -339,15 +366,12 @@ async def all_before(coming: Awaitable[None], deadline: float, timeout_s: float)
     """Wait for weights to come.
 
     Raises:
-        HTTPException: the trainer left, or the loop's time is past the deadline. Its status, 409,
-            lets a trainer connect and push again.
+        HTTPException: the trainer left, which hears nothing of it, or the loop's time is past the
+            deadline. Its status, 409, lets a trainer connect and push again.
     """
     try:
         async with asyncio.timeout_at(deadline):
             await coming
-    except (ClientDisconnect, ValueError) as error:
-        raise HTTPException(409, str(error) or "the trainer left in its push") from error
-    except TimeoutError as error:
-        raise HTTPException(
-            409, f"a push of weights took longer than {timeout_s:g} s (vllm_server_timeout)"
-        ) from error
+    except (ClientDisconnect, ValueError, TimeoutError) as error:
+        late = f"a push of weights took longer than {timeout_s:g} s (vllm_server_timeout)"
+        raise HTTPException(409, str(error) or late) from error

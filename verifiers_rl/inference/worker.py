@@ -32,14 +32,10 @@ logger = logging.getLogger(__name__)
 Bucket = list[NamedTensor]
 
 
-def _is_worth_reading(record: logging.LogRecord) -> bool:
-    """Drop vLLM's warning at each reload that the rotary embedding got no weights. The embedding
-    has none, only a table.
-    """
-    return not record.getMessage().startswith("RotaryEmbedding: Failed to load weights")
-
-
-logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(_is_worth_reading)
+# vLLM warns at each reload that the rotary embedding got no weights. It has none, only a table.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(
+    lambda record: not record.getMessage().startswith("RotaryEmbedding: Failed to load weights")
+)
 
 
 def returning_error(work: Callable[..., None]) -> Callable[..., str | None]:

@@ -16,6 +16,5 @@ def raise_open_files(num_wanted: int) -> None:
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = len(os.listdir("/dev/fd")) + num_wanted
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft < wanted:  # neither limit can be infinite: the kernel has one of its own
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))

@@ -110,8 +110,7 @@ def _check_values(config: Any, allowed: dict[str, tuple[Any, ...]], reason: str)
     for name, values in allowed.items():
         value = getattr(config, name, None)
         if value and value not in values:
-            shown = sorted(value) if isinstance(value, list | set) else value
-            raise ConfigError(f"peft_config.{name}={shown!r}: {reason}")
+            raise ConfigError(f"peft_config.{name}={value!r}: {reason}")
 
 
 # --- What travels ---------------------------------------------------------------------------------

@@ -311,14 +311,13 @@ def push_to_all(
     syncs: Sequence[WeightSync],
     model: nn.Module,
     policy_version: int,
-    stall_s: float = STALL_S,
 ) -> list[BaseException | None]:
     """Replace the policy of these servers by this model's weights.
 
     Requests that are being answered are frozen meanwhile. They continue under the new weights, with
     their keys and values so far.
 
-    Each server has a deadline of its own. One that fails, or that makes no progress for `stall_s`
+    Each server has a deadline of its own. One that fails, or that makes no progress for `STALL_S`
     while the others do, does not hold up the others.
 
     Args:
@@ -333,7 +332,7 @@ def push_to_all(
         Interrupted: a signal asks the run to end.
     """
     sources, adapter = what_to_send(model, syncs[0].lora_sync)
-    together = Together(syncs, stall_s)
+    together = Together(syncs)
     try:
         together.begin(lambda sync: sync.connect(model, sources, adapter))
         together.begin(lambda sync: sync.begin_push(policy_version))
@@ -362,11 +361,10 @@ class Together:
         errors: of the others.
     """
 
-    def __init__(self, syncs: Sequence[WeightSync], stall_s: float) -> None:
+    def __init__(self, syncs: Sequence[WeightSync]) -> None:
         self.living = [*syncs]
         self.errors: dict[WeightSync, BaseException] = {}
         self.threads = ThreadPoolExecutor(len(syncs), "weight-sync")
-        self._stall_s = stall_s
         self._running: dict[Future[Any], WeightSync] = {}
 
     def begin(self, work: Callable[[WeightSync], Any]) -> None:
@@ -376,7 +374,7 @@ class Together:
 
     def wait(self) -> None:
         """Wait until the work has ended. When the first server has succeeded, the others have as
-        long again, and `stall_s` more; until then, only the deadlines of their requests.
+        long again, and `STALL_S` more; until then, only the deadlines of their requests.
         """
         start, deadline, todo = time.monotonic(), math.inf, {*self._running}
         line = WaitingLine(lambda: f"{len(todo)} of {len(self._running)} servers to take weights")
@@ -387,7 +385,7 @@ class Together:
                 if (error := future.exception()) is not None:
                     self._lose(self._running[future], error)
                 else:
-                    deadline = min(deadline, now + (now - start) + self._stall_s)
+                    deadline = min(deadline, now + (now - start) + STALL_S)
             if now > deadline:
                 break
             line.show()
