@@ -25,7 +25,7 @@ def fitted(tmp_path, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
         (tmp_path / "config.json").write_text(json.dumps(config))
         flags = {"language_model_only": False, "limit_mm_per_prompt": {}, "dtype": "auto"}
-        flags |= {"enable_lora": False, "quantization": None}
+        flags |= {"enable_lora": False, "quantization": None, "quantization_config": None}
         flags |= {"enforce_eager": False, "model": str(tmp_path), "revision": None}
         args = Namespace(**flags | given)
         return args, fit_to_checkpoint(args, argv)
@@ -69,7 +69,12 @@ def test_an_adapter_beside_experts_is_refused_on_a_cpu(fitted):
         (PLAIN, {}, None, False),
         (PLAIN, {"quantization": "fp8"}, "fp8_per_tensor", True),
         (PLAIN, {"quantization": "fp8_per_block"}, "fp8_per_block", True),
-        (PLAIN, {"quantization": "online"}, "online", True),
+        (
+            PLAIN,
+            {"quantization": "online", "quantization_config": {"linear": "fp8_per_block"}},
+            "online",
+            True,
+        ),
         (PLAIN, {"quantization": "awq", "enable_lora": True}, "awq", True),
         # A checkpoint that is quantised keeps its flags.
         (IN_FP8, {"quantization": "fp8"}, "fp8", False),
@@ -88,6 +93,10 @@ def test_what_can_take_a_push_gets_vllms_name_and_a_warning(
 @pytest.mark.parametrize(
     "flags, problem",
     [
+        (
+            {"quantization_config": {"linear": "fp8_per_block"}},
+            "--quantization-config: .* add --quantization online",
+        ),
         ({"quantization": "awq"}, "--quantization awq: .* or train an adapter"),
         ({"on_gpu": False, "quantization": "fp8"}, "--quantization fp8: .* or use a GPU"),
     ],

@@ -31,7 +31,8 @@ def fit_to_checkpoint(args: argparse.Namespace, argv: Sequence[str]) -> str | No
     if "vision_config" in config and not wants_images:
         args.language_model_only = True
     is_cpu = not torch.cuda.is_available()
-    if args.quantization and (problem := fit_quantization(args, config, is_cpu)):
+    has_quantization = args.quantization or args.quantization_config
+    if has_quantization and (problem := fit_quantization(args, config, is_cpu)):
         return problem
     if not is_cpu:
         return None
@@ -70,12 +71,14 @@ def fit_quantization(args: argparse.Namespace, config: dict[str, Any], is_cpu: b
     asked = args.quantization
     if "quantization_config" in config:
         return None  # a server of such a checkpoint refuses full weights when a trainer connects
-    shown = f"--quantization {asked}"
+    shown = f"--quantization {asked}" if asked else "--quantization-config"
     if is_cpu:
         return (
             f"{shown}: vLLM's CPU build cannot quantise the weights of a push; leave it out, or "
             "use a GPU"
         )
+    if asked is None:
+        return f"{shown}: has no effect on plain weights alone; add --quantization online"
     if asked == "fp8":  # which means a checkpoint in FP8
         args.quantization = "fp8_per_tensor"
     elif asked not in ONLINE_QUANT_SHORTHAND_NAMES and not args.enable_lora:
