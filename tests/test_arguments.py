@@ -83,7 +83,7 @@ def test_the_adapter_of_a_run_is_trained_on_and_found_from_anywhere(
     AutoPeftModelForCausalLM.from_pretrained(folder)
 
 
-REFERENCE = r"met a None: .* write @needs\(\"reference_logprobs\"\) above it"
+REFERENCE = r"met \w+Error\(.*NoneType.* write @needs\(\"reference_logprobs\"\) above it"
 
 
 @pytest.mark.parametrize(
@@ -92,6 +92,10 @@ REFERENCE = r"met a None: .* write @needs\(\"reference_logprobs\"\) above it"
         (lambda inputs: LossOutputs(inputs.trainer_logprobs), r"a loss of shape \(\d+,\); exp"),
         (lambda inputs: LossOutputs(inputs.advantages.sum()), "a loss without gradient"),
         (lambda inputs: LossOutputs(inputs.weights - inputs.reference_logprobs), REFERENCE),
+        (
+            lambda inputs: LossOutputs(inputs.extras["reward"].sum()),
+            r"met KeyError\('reward'\): .* write @needs\(\"reward\"\) above it",
+        ),
         (
             lambda inputs: LossOutputs(inputs.trainer_logprobs.sum(), {"x": 1.0}),
             "the metric 'x' of float; expected one number a token",

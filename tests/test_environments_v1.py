@@ -404,7 +404,7 @@ def test_a_group_passes_the_filter_if_one_role_does(other_reward, passes):
 
 def test_branches_share_their_tokens_and_train_them_once():
     def turn(prompt, sampled, logprob, versions=None):
-        reply = ChatReply({}, versions)
+        reply = ChatReply({}, versions, (None, None), None, None)
         asked = SimpleNamespace(prompt=[None])
         return Said(asked, object(), Turn(prompt, sampled, [logprob] * len(sampled), reply))
 
@@ -618,3 +618,9 @@ def test_more_rollouts_run_at_once_than_the_soft_limit_of_open_files_lets(play):
     finally:
         resource.setrlimit(files, (soft, hard))
     assert len(requests) == num_rollouts
+
+
+def test_an_empty_reply_is_trained_on(play, tokenizer):
+    (rollout,), requests = play("", with_user())
+    assert rollout.num_turns == 3 and len(rollout.samples) == 1
+    assert [tokens for _, tokens in requests] == [[tokenizer.eos_token_id]] * 3

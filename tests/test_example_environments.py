@@ -23,7 +23,7 @@ tokenizer, play_group = v1.tokenizer, v1.play  # fixtures
 
 NAMES = (
     *("number_guess", "price_lookup", "judged_answer", "code_words"),
-    *("alphabet_sort", "letter_hunt", "math_python", "kuhn_poker"),
+    *("alphabet_sort", "letter_hunt", "math_python", "kuhn_poker", "guess_number"),
 )
 FOLDERS = [str(ROOT / "examples" / name) for name in ("environments", *NAMES[4:])]
 
@@ -155,6 +155,20 @@ def test_in_self_play_one_player_wins_what_the_other_loses(play):
     assert [poker.chips_of(1, "KJ", moves) for moves in poker.ENDS] == [-won for won in chips]
     rollouts = play("kuhn_poker", lambda _: "?")  # no move
     assert {one.role: one.reward for one in rollouts} == {"player0": -2.0, "player1": 2.0}
+
+
+def test_halving_finds_the_number_by_hints_alone(play):
+    def halve(prompt):
+        low, high = 1, 15
+        for hint in prompt.split("<|user|>")[2:]:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if hint[0] == ">" else (low, middle - 1)
+        return str((low + high) // 2)
+
+    (rollout,) = play("guess_number", halve)
+    assert (rollout.reward, rollout.metrics["possible"]) == (1.0, 1.0) and rollout.num_turns <= 4
+    (rollout,) = play("guess_number", lambda _: "16")
+    assert (rollout.reward, rollout.metrics["possible"], rollout.num_turns) == (0.0, 0.0, 4)
 
 
 @pytest.mark.parametrize("program, reward", [("print(6 * 7)", 1.0), ("print(6 + 7)", 0.0)])

@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -799,3 +800,41 @@ def test_a_reserved_port_is_refused_to_others_until_its_holder_ends(monkeypatch)
     reserve_port("127.0.0.1", port)[1].close()
     with pytest.raises(PortError, match=r"cannot listen on 192\.0\.2\.1"):
         reserve_port("192.0.2.1", port)
+
+
+def test_a_salt_of_a_request_stands_beside_that_of_the_weights(monkeypatch):
+    """Else it would find prefixes that older weights have computed."""
+    from verifiers_rl.inference.engine import AsyncLLM, RolloutEngine
+
+    async def add_request(self, request_id, prompt, params):
+        return prompt
+
+    monkeypatch.setattr(AsyncLLM, "add_request", add_request)
+    engine = object.__new__(RolloutEngine)
+    engine.admits = asyncio.Event()
+    engine.admits.set()
+
+    async def salt_of(prompt, salt):
+        engine.cache_salt = salt
+        return (await engine.add_request("1", prompt, None)).get("cache_salt")
+
+    for prompt, salt, expected in (
+        ({}, None, None),
+        ({"cache_salt": "own"}, None, "own"),
+        ({}, "v3", "v3"),
+        ({"cache_salt": "own"}, "v3", "v3own"),
+    ):
+        assert asyncio.run(salt_of(prompt, salt)) == expected
+
+
+def test_a_push_that_takes_too_long_ends_though_each_bucket_comes_in_time():
+    def load_slowly(number, shared):
+        for _ in range(4):
+            time.sleep(0.3)
+            shared.receive(number, BUCKET)
+
+    with (
+        server_of_pushes(Workers(load_slowly)) as (client, connection, _),
+        pytest.raises(ServerLostError, match=r"409: .* 0\.5 s \(vllm_server_timeout\)"),
+    ):
+        pushed(client, connection, timeout_s=0.5).answer(10.0)

@@ -1,6 +1,7 @@
 import asyncio
 import json
 import math
+import threading
 from functools import partial
 from types import SimpleNamespace
 
@@ -508,3 +509,22 @@ def test_a_split_model_is_gathered_one_tensor_at_a_time(kind, models, tmp_path):
         pytest.importorskip("deepspeed", reason="the deepspeed extra is not installed")
     said = run_script(tmp_path, SPLIT, kind, *models.split())
     assert all(f"gathered {what}" in said for what in models.split())
+
+
+def test_a_wait_for_shared_memory_ends_when_the_push_is_given_up():
+    shared, (seen,) = shared_by(1, 1, 16)
+    threading.Timer(0.1, shared.give_up).start()
+    with pytest.raises(GivenUpError):
+        seen.receive(0, 16)
+
+
+def test_memory_that_cannot_be_shared_is_told_and_http_is_next(monkeypatch, caplog):
+    def refuses(memory):
+        raise RuntimeError("not of a part of a GPU")
+
+    monkeypatch.setattr(weight_sync, "gpu_uuid", lambda device: "gpu-0")
+    monkeypatch.setattr("verifiers_rl.sync.nccl.share", refuses)
+    sync, model = WeightSync(StubServer(gpus=["gpu-0"]), timeout_s=30), make_tiny_model()
+    push_to(sync, model, 0)  # once: the pool makes another WeightSync for a server that was lost
+    assert "not of a part of a GPU; HTTP is tried" in caplog.text
+    assert sync._nccl is None and sync.client.policy_version == 0

@@ -92,7 +92,6 @@ def needs(*what: Need) -> Callable[[_T], _T]:
             that have no other tokens are then not computed; a `types.Column` to have it among the
             `extras`.
     """
-
     if unknown := set(what) - set(get_args(Need)):
         raise ValueError(f"needs({unknown.pop()!r}): must be of {', '.join(get_args(Need))}")
 
@@ -119,19 +118,15 @@ def add_terms(loss_fn: LossFn, *terms: LossFn) -> LossFn:
     def total(inputs: LossInputs) -> LossOutputs:
         try:
             parts = [function(inputs) for function in (loss_fn, *terms)]
-        except KeyError as error:
-            if not {*get_args(Need)} & {*error.args} - inputs.extras.keys():
+        except (KeyError, TypeError, AttributeError) as error:
+            # What a loss does not ask for is None, or not among the extras.
+            missing = [n for n in get_args(Need) if n in error.args and n not in inputs.extras]
+            if inputs.reference_logprobs is None and "NoneType" in str(error):
+                missing = ["reference_logprobs"]
+            if not missing:
                 raise
-            raise TypeError(
-                f"the loss met no {error} among the extras: write @needs({error}) above it"
-            ) from error
-        except (TypeError, AttributeError) as error:
-            if inputs.reference_logprobs is not None or "NoneType" not in str(error):
-                raise
-            raise TypeError(
-                f"the loss met a None: {error}. Inputs that a loss does not ask for are None: if "
-                'it reads reference_logprobs, write @needs("reference_logprobs") above it'
-            ) from error
+            fix = f'if it reads that input, write @needs("{missing[0]}") above it'
+            raise TypeError(f"the loss met {error!r}: {fix}") from error
         for outputs in parts:
             check_outputs(outputs, inputs)
         metrics = {name: values for part in parts for name, values in part.metrics.items()}
