@@ -54,6 +54,7 @@ logger = logging.getLogger(__name__)
 
 WRITE_S = 300.0  # that the rollouts of a step may take
 GIT_S = 10.0
+UNSET = "not set"  # an option that had its default, a version or a file that was not there
 MAX_CHARACTERS = 1_000_000  # of all code in run.json
 _OURS = re.escape(str(Path(__file__).parents[1]))
 _OWN = re.compile(rf"(?!.*/lib/python|{_OURS}/).*\.(py|toml)")  # nothing installed, nor ours
@@ -325,7 +326,7 @@ def record_changes(folder: Path, before: Mapping[str, Any], step: int) -> None:
     kinds = [(before[kind], now[kind]) for kind in ("args", "versions", "code")]
     for earlier, later in [*kinds, ({"model": before["model"]}, {"model": now["model"]})]:
         for name in {**earlier, **later}:
-            was, value = earlier.get(name), later.get(name)
+            was, value = earlier.get(name, UNSET), later.get(name, UNSET)
             if was != value and name not in OF_OPTIMIZER:
                 logger.warning("from step %d on, %s=%.60s; it was %.60s", step, name, value, was)
                 changes.append({"step": step, "name": name, "before": was, "now": value})
