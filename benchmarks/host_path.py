@@ -117,9 +117,9 @@ def sample_of_packed_reply(reply: bytes) -> Any:
     from verifiers_rl.inference import ChatReply
     from verifiers_rl.inference.packed_tokens import unpack_sampled
 
-    token_ids, logprobs = unpack_sampled(json.loads(reply)["packed_tokens"])
-    lists = [*range(PROMPT)], token_ids.tolist(), logprobs.tolist()
-    (sample,) = samples_from_turns([Turn(*lists, ChatReply({}))], policy_version=3)
+    sampled = unpack_sampled(json.loads(reply)["packed_tokens"])
+    turn = Turn([*range(PROMPT)], ChatReply({}, None, sampled, None, None))
+    (sample,) = samples_from_turns([turn], policy_version=3)
     sample.set_advantage(0.5)
     return sample
 

@@ -404,9 +404,9 @@ def test_a_group_passes_the_filter_if_one_role_does(other_reward, passes):
 
 def test_branches_share_their_tokens_and_train_them_once():
     def turn(prompt, sampled, logprob, versions=None):
-        reply = ChatReply({}, versions, (None, None), None, None)
-        asked = SimpleNamespace(prompt=[None])
-        return Said(asked, object(), Turn(prompt, sampled, [logprob] * len(sampled), reply))
+        arrays = np.array(sampled), np.full(len(sampled), logprob)
+        reply = ChatReply({}, versions, arrays, None, None)
+        return Said(SimpleNamespace(prompt=[None]), object(), Turn(prompt, reply))
 
     said = [
         turn([1], [2, 3], -0.1, [(0, 4), (1, 5)]),

@@ -245,7 +245,11 @@ def test_a_resumed_run_says_and_records_what_was_changed(make, tmp_path, monkeyp
     trainer = make(max_steps=2, temperature=0.5, **options)
     trainer.model.config.name_or_path = "another"
     trainer.train(resume_from_checkpoint=True)
-    for said in ("max_steps=2; it was 1", "temperature=0.5; it was not set", "model=another; it was "):
+    for said in (
+        "max_steps=2; it was 1",
+        "temperature=0.5; it was not set",
+        "model=another; it was ",
+    ):
         assert f"from step 1 on, {said}" in caplog.messages
     after = read_run(tmp_path / "run")
     assert after["begun_at"] == before["begun_at"]

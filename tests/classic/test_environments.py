@@ -15,7 +15,7 @@ from datasets import Dataset
 
 from tests.serving import chat_reply, serving
 from verifiers_rl.data import describe_error
-from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions, samples_from_turns
+from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions, Turn, samples_from_turns
 from verifiers_rl.envs.classic import CLIENT_TYPES, ClassicEnvironment
 from verifiers_rl.envs.made_there import make_environment
 from verifiers_rl.inference.packed_tokens import pack_sampled, unpack_ids
@@ -27,8 +27,9 @@ from verifiers_rl.requests import GroupRequest, Places
 
 def turn(prompt, completion, logprobs=None, **of_reply):
     """A turn, with what its reply says of its tokens."""
-    reply = SimpleNamespace(**{"policy_versions": None, "mask": None, "experts": None} | of_reply)
-    return prompt, completion, logprobs or [-float(token) for token in completion], reply
+    sampled = np.array(completion), np.array(logprobs or [-float(token) for token in completion])
+    of_reply = {"policy_versions": None, "mask": None, "experts": None} | of_reply
+    return Turn(prompt, SimpleNamespace(sampled=sampled, **of_reply))
 
 
 def test_turns_that_extend_the_tokens_merge_and_tokens_carry_what_sampled_them():

@@ -21,7 +21,6 @@ import pickletools
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,20 +129,17 @@ class Turn(NamedTuple):
 
     Attributes:
         prompt_ids: all tokens before the reply.
-        token_ids, logprobs: of the tokens that were sampled.
-        reply: the `ChatReply`, which says more of them.
+        reply: the `ChatReply`.
         advantages: what the environment has given to each of them; None: nothing.
     """
 
     prompt_ids: list[int]
-    token_ids: list[int]
-    logprobs: list[float]
     reply: Any
     advantages: list[float] | None = None
 
 
 def samples_from_turns(
-    turns: Iterable[tuple[Any, ...]],
+    turns: Iterable[Turn],
     policy_version: int,
     mask_env_responses: bool = True,
 ) -> list[Sample]:
@@ -164,7 +160,8 @@ def samples_from_turns(
         ValueError: the numbers of a turn's tokens and logprobs differ, or a logprob is no number.
     """
     chains: list[Any] = []  # for each sample, a list for each of its columns
-    for number, (prompt, sampled, new_logprobs, reply, given) in enumerate(starmap(Turn, turns)):
+    for number, (prompt, reply, given) in enumerate(turns):
+        sampled, new_logprobs = (values.tolist() for values in reply.sampled)
         num = len(sampled)
         if num != len(new_logprobs):
             raise ValueError(f"turn {number}: {num} tokens but {len(new_logprobs)} logprobs")
@@ -183,7 +180,7 @@ def samples_from_turns(
         token_ids[:] = [*prompt, *sampled]
         in_loss += [trains_added] * num_added + [True] * num
         # NaN: no policy sampled these. The trainer's logprob is used, so ratio 1.
-        logprobs += [math.nan if trains_added else 0.0] * num_added + list(new_logprobs)
+        logprobs += [math.nan if trains_added else 0.0] * num_added + new_logprobs
         starts, own = np.array(versions_of_reply(reply, policy_version), np.int32).T
         versions += [-1] * num_added + np.repeat(own, np.diff(starts, append=num)).tolist()
         advantages += [0.0] * num_added + (given or [0.0] * num)

@@ -30,6 +30,7 @@ from verifiers.legacy.utils.async_utils import maybe_call_with_named_args
 from verifiers_rl.envs.base import (
     InvalidEnvironmentError,
     RunnerOptions,
+    Turn,
     finite_reward,
     samples_from_turns,
 )
@@ -291,11 +292,10 @@ class _Client(OpenAIChatCompletionsClient):
         messages, prompt_ids, reply = response
         completion = ChatCompletion.model_validate(reply.completion)
         parsed, (choice,) = await super().from_native_response(completion), completion.choices
-        token_ids, logprobs = (values.tolist() for values in reply.sampled)
         if choice.finish_reason != "length":  # what ends the reply is among its tokens
             said = [*messages, reply.completion["choices"][0]["message"]]
-            self._turns.append(([*map(_plain, said)], prompt_ids + token_ids))
-        parsed.turn, message = (prompt_ids, token_ids, logprobs, reply), parsed.message
+            self._turns.append(([*map(_plain, said)], prompt_ids + reply.sampled[0].tolist()))
+        parsed.turn, message = Turn(prompt_ids, reply), parsed.message
         if message.content is None and not message.tool_calls:
             message.content = ""
         return parsed

@@ -18,7 +18,12 @@ import verifiers.v1 as vf
 from pydantic import ValidationError
 from verifiers.v1.dialects.chat import parse_message
 
-from verifiers_rl.envs.base import InvalidEnvironmentError, finite_reward, samples_from_turns
+from verifiers_rl.envs.base import (
+    InvalidEnvironmentError,
+    Turn,
+    finite_reward,
+    samples_from_turns,
+)
 from verifiers_rl.envs.chat_harness import first_messages
 from verifiers_rl.envs.records import message_of, text_of
 from verifiers_rl.envs.v1 import V1Environment
@@ -177,10 +182,8 @@ class DatasetEnvironment(V1Environment):
                 (choice,) = reply.completion["choices"]
                 message, finish_reason = choice["message"], choice["finish_reason"]
                 message |= {"reasoning_content": message.get("reasoning")}
-                sampled, logprobs = (values.tolist() for values in reply.sampled)
-                (sample,) = samples_from_turns(
-                    [(prompt_ids, sampled, logprobs, reply)], request.policy_version
-                )
+                turn = Turn(prompt_ids, reply)
+                (sample,) = samples_from_turns([turn], request.policy_version)
                 rollout.generation_s = time.time() - begun_at
                 rollout.num_turns, rollout.is_truncated = 1, finish_reason == "length"
                 rollout.completion = text_of([message])

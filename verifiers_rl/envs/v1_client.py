@@ -168,7 +168,7 @@ class TokenClient(vf.Client):
         response.tokens = vf.TurnTokens(
             prompt_ids=prompt_ids, completion_ids=token_ids, completion_logprobs=logprobs
         )
-        said = Said(turn, response.message, Turn(prompt_ids, token_ids, logprobs, reply))
+        said = Said(turn, response.message, Turn(prompt_ids, reply))
         episode._said.setdefault(turn.trace.id, []).append(said)
         return response
 

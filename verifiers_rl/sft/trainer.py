@@ -24,6 +24,7 @@ from transformers import PreTrainedModel, Trainer
 from verifiers_rl.config import ConfigError
 from verifiers_rl.data import example_index
 from verifiers_rl.distributed import broadcast_batch, broadcast_outcome, reduce_over_ranks
+from verifiers_rl.forward import evaluating
 from verifiers_rl.sft.config import SFTConfig
 from verifiers_rl.sft.conversations import Tokenization, Tokens
 from verifiers_rl.trainer import RLTrainer
@@ -224,7 +225,6 @@ class SFTTrainer(RLTrainer):
             return {}
         return Trainer._evaluate(self, trial, ignore_keys_for_eval, skip_scheduler)
 
-    @torch.no_grad()
     def held_out_loss(self) -> float:
         """Return the mean cross entropy, in nats, of the loss tokens of the held-out rows. Every
         rank calls this.
@@ -235,16 +235,12 @@ class SFTTrainer(RLTrainer):
         sizes = batch.sizes
         weights = np.ones(len(sizes.lengths))
         total = torch.zeros((), dtype=torch.float64, device=args.device)
-        was_training = model.training
-        model.eval()
-        try:
+        with evaluating(model):
             for microbatch, _ in self._microbatches(batch, sizes.num_loss_tokens > 0, weights):
                 self._interrupts.check_all(waits=False)
                 logprobs, _ = self.token_logprobs(model, microbatch, "none")
                 if microbatch.has_loss:
                     total -= logprobs.double().sum()
-        finally:
-            model.train(was_training)
         return reduce_over_ranks(total).item() / int(sizes.num_loss_tokens.sum())
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from verifiers_rl.forward import check_head, predict_targets
+from verifiers_rl.forward import check_head, evaluating, predict_targets
 from verifiers_rl.inference import InferenceClient, InferenceServerError
 from verifiers_rl.packing import ModelSupport, collate, copy_to
 from verifiers_rl.router_replay import replay_experts
@@ -97,7 +97,6 @@ def sample(client: InferenceClient, model_name: str, prompt_ids: list[int], args
     )
 
 
-@torch.no_grad()
 def logprobs_of_sample(model: Any, sample: Sample, args: Any) -> np.ndarray:
     """Compute what a training step computes of a sample: the logprobs of its loss tokens at the
     run's temperature, over the tokens of its sampling mask, with the experts that the server chose.
@@ -114,15 +113,13 @@ def logprobs_of_sample(model: Any, sample: Sample, args: Any) -> np.ndarray:
         ConfigError: see `check_head`.
     """
     base = model.get_base_model() if hasattr(model, "peft_config") else model
-    device, was_training = next(model.parameters()).device, model.training
-    model.eval()
+    device = next(model.parameters()).device
     replay_experts(base, None)  # of the last microbatch
     row = copy_to(collate([sample], [[0]], [1.0], 0), device)
     try:
-        with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
+        with evaluating(model), torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
             check_head(model, base)
             logprobs, _ = predict_targets(model, base, row, args, ModelSupport("padded"), "none")
     finally:
         replay_experts(base, None)
-        model.train(was_training)
     return logprobs.float().cpu().numpy()
