@@ -30,7 +30,10 @@ def files_error(folder: Path, names: Iterable[str]) -> str | None:
     """Return why no files of these names can be made in the folder, or None."""
     if problem := folder_error(str(folder)):
         return problem.removeprefix("output_dir=")
-    held = [name for name in names if (folder / name).exists()]
+    try:
+        held = [name for name in names if (folder / name).exists()]
+    except OSError as error:  # a name is too long
+        return f"{folder}: {error.strerror}; choose another name"
     return f"{folder} holds {', '.join(held)} already; choose another folder" if held else None
 
 
