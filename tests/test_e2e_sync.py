@@ -162,8 +162,9 @@ def largest_difference(model, server, model_name, engine=0):
     """Of the server's logprobs of tokens that it samples, from the trainer's."""
     difference = 0.0
     # Twice: the second request finds the prompt in the prefix cache.
-    for _ in range(2):
-        reply = ask(server, model_name, engine, prompt=PROMPT, max_tokens=32).json()["choices"][0]
+    for seed in range(2):
+        body = {"prompt": PROMPT, "max_tokens": 32, "seed": seed}
+        reply = ask(server, model_name, engine, **body).json()["choices"][0]
         expected = logprobs_under(model, reply["token_ids"], PROMPT)
         given = torch.tensor(reply["logprobs"]["token_logprobs"])
         difference = max(difference, (given - expected).abs().max().item())
