@@ -233,7 +233,8 @@ def test_an_environment_that_a_worker_cannot_make_is_one_error(tmp_path, monkeyp
 
 
 def reward_of_info(completion, info):
-    return 1.0
+    """9 if the info is that of the last row, as it was given."""
+    return 9.0 * (info == {1: (completion,)})
 
 
 def test_what_cannot_be_made_again_runs_here_and_one_line_says_why(tokenizer, capfd):
@@ -418,3 +419,17 @@ def test_a_script_that_multiprocessing_does_not_import_is_not_portable(tmp_path)
         check_importable(SimpleNamespace(**facts))
     with pytest.raises(NotPortableError, match="an interactive session"):
         check_importable(SimpleNamespace())
+
+
+def test_examples_and_a_reward_function_go_to_a_worker(tokenizer, tmp_path):
+    # A task may hold anything that can be pickled; columns that the reward leaves out stay here.
+    rows = [{"prompt": "a", "info": {}}, {"prompt": "b", "info": {1: ("yes",)}}]
+    rows[0]["unused"] = object()
+
+    async def use(run, runner):
+        assert isinstance(only_runner(runner), WorkerEnvironment)
+        return [rollout.reward for index in (0, 1) for rollout in await run(index)]
+
+    env = env_from(rows, reward_of_info)
+    rewards, _ = roll_out(env, tokenizer, tmp_path, use, env_workers="auto")
+    assert rewards == [0.0, 0.0, 9.0, 9.0]

@@ -261,3 +261,12 @@ def test_a_worker_joins_by_the_id_alone_and_its_death_does_not_end_the_trainer(m
         transport.close()
         worker.kill()
         worker.communicate()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_bucket_that_the_other_side_does_not_take_or_fill_ends_the_wait(shared_bucket, rank):
+    with (
+        ranks(timeout_s=0.5) as (made, _, _),
+        pytest.raises(nccl.NcclError, match=r"took longer than 0\.5 s"),
+    ):
+        made[1].receive(4)() if rank else made[0].send(BUCKET)
