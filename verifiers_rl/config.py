@@ -571,16 +571,17 @@ class RLConfig(TrainingArguments):
         self.make_filter()
         self._check_together()
 
-    def _checked(self, name: str, value: Any, where: str = "") -> Any:
+    def _checked(self, name: str, value: Any, where: str = "", owner: Any = None) -> Any:
         """Return a value of this option in its form.
 
         Args:
             where: what has the value, if it is not the option itself: "eval_sampling.".
+            owner: the class that declares it, if it is not that of the options.
         """
         value = os.fspath(value) if isinstance(value, os.PathLike) else value
         value = value.item() if isinstance(value, np.generic) else value
         try:
-            checked = checkers(cast(Any, type(self)))[name].validate_python(value)
+            checked = checkers(cast(Any, owner or type(self)))[name].validate_python(value)
         except ValidationError as error:
             raise ConfigError(f"{where}{name}={value!r}: {problem_of(error)}") from error
         return value if value == checked else checked  # 16 stays an integer
@@ -745,8 +746,12 @@ class RLConfig(TrainingArguments):
             ConfigError: it has an unknown key, or a value that cannot work.
         """
         _refuse_unknown("group_filter", self.group_filter, [f.name for f in fields(GroupFilter)])
+        bounds = {
+            name: self._checked(name, value, "group_filter.", GroupFilter)
+            for name, value in self.group_filter.items()
+        }
         try:
-            return GroupFilter(**self.group_filter)
+            return GroupFilter(**bounds)
         except ValueError as error:
             raise ConfigError(f"group_filter.{error}") from error
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
+from verifiers_rl.option_rules import NotNegativeNumber
 from verifiers_rl.types import Rollout
 
 # Size of a stream, which has no end. No run reaches this number, so examples can be numbered
@@ -111,9 +114,6 @@ def group_by_role(group: Sequence[Rollout]) -> list[list[Rollout]]:
     return list(roles.values())
 
 
-_LEAST = {"min_reward_variance": 0, "max_oversampling": 1}  # of the bounds of a filter
-
-
 @dataclass(frozen=True)
 class GroupFilter:
     """Decides by the rewards of surviving rollouts whether a group is worth training on. A group of
@@ -128,21 +128,16 @@ class GroupFilter:
         max_oversampling: the most groups that are generated for one group of a batch, >= 1.
 
     Raises:
-        ValueError: a bound is no number or out of range. The message begins with its name.
+        ValueError: bounds exclude each other, or one is without effect. The message begins with its
+            name.
     """
 
-    min_reward_variance: float = 0.0
+    min_reward_variance: NotNegativeNumber = 0.0
     min_reward: float = -math.inf
     max_reward: float = math.inf
-    max_oversampling: float = 3.0
+    max_oversampling: Annotated[float, Field(ge=1)] = 3.0
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            value, least = getattr(self, f.name), _LEAST.get(f.name, -math.inf)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not (is_number and least <= value < math.inf) and value != f.default:
-                bound = f" >= {least:g}" if f.name in _LEAST else ""
-                raise ValueError(f"{f.name}={value!r}: must be a number{bound}")
         if self.min_reward > self.max_reward:
             raise ValueError(
                 f"min_reward={self.min_reward!r}: must not be above max_reward={self.max_reward!r}"
