@@ -21,6 +21,10 @@ DATA = r"belong to env: RLTrainer\(model, env_from\(prompts, reward.* docs/from_
     [
         ({"eval_dataset": []}, f"eval_dataset has no effect .* {DATA}"),
         ({"num_generations": 8}, "no argument 'num_generations': .* see docs/from_trl.md"),
+        (
+            {"tokenizer": "a tokenizer"},
+            "tokenizer has no effect in RLTrainer: pass processing_clas",
+        ),
         ({"processing_class": "./model"}, "processing_class='./model': expected a tokenizer"),
         ({"loss_fn": "ppo"}, r"loss_fn='ppo' is no function; .* RLConfig\(loss=\.\.\.\)"),
         ({"model": "./nowhere"}, "model './nowhere': no such folder"),

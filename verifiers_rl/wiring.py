@@ -41,6 +41,7 @@ _WITHOUT_EFFECT = {
     "preprocess_logits_for_metrics": "an evaluation logs the metrics of the environment",
     "compute_loss_func": "pass loss_fn",
     "model_init": "pass model",
+    "tokenizer": "pass processing_class",
 }
 
 
@@ -93,14 +94,15 @@ def check_arguments(
             'an RLTrainer is made outside of `if __name__ == "__main__":`, where a rollout worker '
             "makes it again when it imports the script; move it inside, or set env_workers=0"
         )
+    trainer = getattr(args, "TRAINER", RLConfig.TRAINER)
     for name in others:
         if name in _WITHOUT_EFFECT:
-            raise ConfigError(f"{name} has no effect in RLTrainer: {_WITHOUT_EFFECT[name]}")
+            raise ConfigError(f"{name} has no effect in {trainer}: {_WITHOUT_EFFECT[name]}")
         known = inspect.signature(Trainer.__init__).parameters.keys() | {*Replaced._fields}
         if name not in known:
             elsewhere = "options belong into RLConfig; see docs/from_trl.md"
             hint = _DATA if name.startswith("reward_") else did_you_mean(name, known, elsewhere)
-            raise ConfigError(f"RLTrainer takes no argument {name!r}: {hint}")
+            raise ConfigError(f"{trainer} takes no argument {name!r}: {hint}")
     if not isinstance(args, RLConfig):
         raise ConfigError(f"args: expected an RLConfig, got {type(args).__name__}")
     check_variables(args)
