@@ -706,7 +706,10 @@ def parse_command_line(
     )
     options, rest = parser.parse_known_args(argv)
     if not options.files:
-        raise TomlError("no configuration: give one as `@ config.toml`")
+        raise TomlError(
+            "no configuration: give one as `@ config.toml`. A script stands first, as in "
+            "`vf-rl train.py`, and takes none of these options"
+        )
     checks_model = not getattr(options, "dry_run", False)
     config = load_run_config(options.files, rest, checks_model, kind)
     if start := getattr(options, "start", None):
