@@ -246,7 +246,8 @@ def count(
     base, sizes = policy.get_base_model(), SampleSizes.of(samples)
     casts: Callable[..., Any] = disable_input_dtype_casting if is_after else nullcontext
     layout: Layout = "flat" if is_after else "packed"
-    support = ModelSupport(layout, True, base.config.hidden_size, attention="sdpa")
+    attention = "varlen" if is_after else "sdpa"
+    support = ModelSupport(layout, True, base.config.hidden_size, attention)
     of_ranks, num_shared = plan_batch(sizes, np.ones(len(samples), bool), max_tokens, 1, support)
     policy.train()
     policy.zero_grad()

@@ -11,8 +11,8 @@ from tests.helpers import StubSink, StubSource
 from verifiers_rl import RLConfig, RLTrainer
 from verifiers_rl.forward import (
     check_head,
+    reason_against_rows,
     reason_against_sharing_prefixes,
-    reason_against_sharing_rows,
 )
 from verifiers_rl.inference.expected import as_served, check_plan, trained_model
 from verifiers_rl.logprobs import (
@@ -21,6 +21,7 @@ from verifiers_rl.logprobs import (
     token_logprobs_and_entropy,
 )
 from verifiers_rl.models import auto_class, load_policy
+from verifiers_rl.packing import ModelSupport
 from verifiers_rl.sync.plan import TransferPlan
 from verifiers_rl.sync.sources import what_to_send
 
@@ -36,7 +37,8 @@ def load(folder, use_lora=False):
 
 def shared_rows(model):
     """Why samples do not share rows, or None."""
-    return reason_against_sharing_rows(model, model)
+    attention = model.config.get_text_config()._attn_implementation
+    return reason_against_rows(model, model, ModelSupport(attention=attention))
 
 
 def shared_prefixes(model, max_seq_len=32):

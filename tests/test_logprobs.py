@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from verifiers_rl import logprobs as logprobs_module
-from verifiers_rl.forward import check_head, reason_against_sharing_rows
+from verifiers_rl.forward import check_head, reason_against_rows
 from verifiers_rl.logprobs import (
     chunk_size_for,
     chunked_logprobs_and_entropy,
@@ -24,6 +24,7 @@ from verifiers_rl.logprobs import (
     token_logprobs_and_entropy,
 )
 from verifiers_rl.losses import LOSSES, LossInputs
+from verifiers_rl.packing import ModelSupport
 
 
 def reference(logits, targets, temperature):
@@ -416,8 +417,8 @@ def test_a_sequence_in_a_pack_gets_the_logprobs_it_gets_alone(name, attention):
         model = model.to("cuda")
     model.set_attn_implementation(attention)
     try:
-        assert reason_against_sharing_rows(model, model) is None
         check_isolation(model, rows_at_once=1 if on_gpu else 3)
+        assert reason_against_rows(model, model, ModelSupport(attention=attention)) is None
     except InductorError as error:
         # It takes a compiler; with the masks of transformers 5.23, torch 2.13 writes wrong C++.
         pytest.skip(f"torch could not compile flex attention here: {str(error).splitlines()[0]}")

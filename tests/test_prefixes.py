@@ -219,7 +219,8 @@ def gradients_in(way, device, dtype, of_values):
     ]
     samples = [make_sample([ord(c) for c in text], 1, 0.5) for text in ("abcd", "abcef", "abg")]
     row = copy_to(collate(samples, [[0, 1, 2]], [1.0] * 3, 0, [0, 3, 2]), torch.device(device))
-    inputs = forward.inputs_of_shared_rows(row, "sdpa", way)
+    support = ModelSupport(shares_prefixes=True, attention=way)
+    inputs = forward.attention_inputs(row, support)
     output, _ = forward.ALL_ATTENTION_FUNCTIONS["sdpa"](
         SimpleNamespace(num_key_value_groups=2, is_causal=True), *qkv, inputs["attention_mask"],
         sample_segments=inputs[forward.KEYWORD], scaling=0.4,
@@ -273,12 +274,16 @@ def test_a_model_that_gives_attention_its_mask_by_name_shares_prefixes():
 
 def test_attention_that_ignores_the_samples_is_found(monkeypatch):
     model = make_tiny_llama()
-    monkeypatch.setattr(
-        forward, "inputs_of_shared_rows",
-        lambda microbatch, *_: {"position_ids": torch.arange(16)[None]},
-    )  # fmt: skip
+
+    def inputs(microbatch, support):
+        return {"position_ids": torch.arange(microbatch.input_ids.shape[1])[None]}
+
+    monkeypatch.setattr(forward, "attention_inputs", inputs)
+    assert forward.reason_against_rows(model, model, ModelSupport()) == (
+        "a sample sees others (attention 'sdpa')"
+    )
     reason = forward.reason_against_sharing_prefixes(model, model, 32)
-    assert reason == "a sample sees others (attention 'sdpa')"
+    assert reason == "a sample sees others (attention 'mask')"
 
 
 # --- What has no gradient -------------------------------------------------------------------------

@@ -23,10 +23,10 @@ the function that computes attention, and this module wraps that function.
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -83,7 +83,7 @@ def predict_targets(
     """
     temperature, targets = args.temperature, microbatch.targets
     replay_experts(base, microbatch.extras.get(ROUTED_EXPERTS))
-    attention = attention_inputs(microbatch, base.config, support)
+    attention = attention_inputs(microbatch, support)
     model_inputs = {"input_ids": microbatch.input_ids, "use_cache": False, **attention}
     vocab_size = base.config.get_text_config().vocab_size
     chunk_size = chunk_size_for(vocab_size, microbatch.input_ids.device.type)
@@ -131,7 +131,7 @@ class _BySegments:
     Args:
         microbatch: on `device`.
         device: of the model.
-        way: "calls" of SDPA, "varlen", or "flash". The last two take one row, as sequences.
+        way: "calls" of SDPA; or "varlen" or flash attention, which take one row, as sequences.
     """
 
     def __init__(self, microbatch: Microbatch, device: torch.device, way: str) -> None:
@@ -139,9 +139,6 @@ class _BySegments:
         # For each row, the number of queries and of keys of each segment, and the columns of all
         # keys, segment by segment.
         self._rows: list[tuple[list[int], list[int], Tensor]] = []
-        # For calls, by numbers of queries and keys, (1, 1, queries, keys) bool; the last query sees
-        # all keys.
-        self._masks: dict[tuple[int, int], Tensor] = {}
         for row in range(len(microbatch.input_ids)):
             segments = [segment for segment in microbatch.segments if segment.row == row]
             queries = [segment.stop - segment.start for segment in segments]
@@ -149,15 +146,18 @@ class _BySegments:
             keys = [len(path) for path in paths]
             columns = copy_to(torch.from_numpy(np.concatenate(paths)), device)
             self._rows.append((queries, keys, columns))
-            for n, m in zip(queries, keys, strict=True):
-                if way == "calls" and n < m and (n, m) not in self._masks:
-                    ones = torch.ones(n, m, dtype=torch.bool, device=device)
-                    self._masks[n, m] = ones.tril_(m - n)[None, None]
+
+        @functools.cache  # layers share it
+        def mask_of(queries: int, keys: int) -> Tensor | None:
+            """For calls, (1, 1, queries, keys) bool; the last query sees all keys."""
+            ones = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device)
+            return ones.tril_(keys - queries) if queries < keys else None
 
         def borders(lengths: list[int]) -> Tensor:
             ends = np.cumsum([0, *lengths], dtype=np.int32)
             return copy_to(torch.from_numpy(ends), device)
 
+        self._mask_of = mask_of
         queries, keys, _ = self._rows[0]
         self._sequences = {
             "cu_seq_lens_q": borders(queries),
@@ -189,7 +189,7 @@ class _BySegments:
                 query[row].split(queries, 1),
                 key[row].index_select(1, columns).split(keys, 1),
                 value[row].index_select(1, columns).split(keys, 1),
-                map(self._masks.get, zip(queries, keys, strict=True)),
+                map(self._mask_of, queries, keys),
                 strict=True,
             )
             outputs = [attend(q[None], k[None], v[None], mask)[0] for q, k, v, mask in parts]
@@ -272,69 +272,39 @@ def wrap_attention(implementation: str) -> None:
     AttentionInterface.register(implementation, wrapped)
 
 
-def attention_inputs(microbatch: Microbatch, config: Any, support: ModelSupport) -> dict[str, Any]:
+def attention_inputs(microbatch: Microbatch, support: ModelSupport) -> dict[str, Any]:
     """Return what a forward needs, beside `input_ids`, to keep the samples of a microbatch apart.
 
     Args:
         microbatch: on the device of the model.
-        config: of the model.
         support: of the model. If it shares no prefixes, transformers tells the samples of a row
             apart by positions that restart at 0.
     """
     if support.layout == "padded":
         return {}  # the padding is behind the sample, where no token of it sees it
-    if not support.shares_prefixes:
-        return {"position_ids": microbatch.position_ids}
-    implementation = str(config._attn_implementation)
-    if not microbatch.shares_rows:
-        return inputs_of_whole_rows(implementation, microbatch.input_ids.device)
-    way = "varlen" if support.layout == "flat" else None
-    return inputs_of_shared_rows(microbatch, implementation, way)
-
-
-def inputs_of_whole_rows(implementation: str, device: torch.device) -> dict[str, Any]:
-    """Do as `attention_inputs`, for rows of one sample. Without this, transformers would wait for
-    the device to know that.
-    """
-    if implementation != "sdpa" and "flash" not in implementation:
-        return {}
-    return {KEYWORD: _in_whole_rows, "attention_mask": _any_mask(device)}
-
-
-def _any_mask(device: torch.device) -> Tensor:
-    """Return a mask of four dimensions, beside which transformers makes none of its own."""
-    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
-
-
-def inputs_of_shared_rows(
-    microbatch: Microbatch, implementation: str, way: str | None = None
-) -> dict[str, Any]:
-    """Do as `attention_inputs`, for rows of several samples, which may have tokens in common.
-
-    Args:
-        microbatch: on the device of the model.
-        implementation: the model's attention implementation.
-        way: how SDPA keeps samples apart: "mask"; "calls", one for each; "varlen", of one row.
-            Default: of the first two what takes less time.
-    """
     inputs = {"position_ids": microbatch.position_ids}
-    visible_until = microbatch.visible_until  # (B, T)
+    if not support.shares_prefixes:
+        return inputs
+    attention, visible_until = support.attention, microbatch.visible_until  # (B, T)
     device = visible_until.device
-    if "flash" in implementation:
-        way = "flash"
-    elif implementation != "sdpa":
-        way = "mask"
-    elif way is None:
-        way = "calls" if _is_cheaper_in_calls(microbatch, device) else "mask"
-    if way == "mask":
-        columns = torch.arange(visible_until.shape[1], device=device)
-        query, key = columns[:, None], columns
-        mask = (key <= query) & (query < visible_until[:, None, :])  # (B, T, T)
-        if implementation == "eager":  # which adds it to the scores
-            mask = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
-        return {**inputs, "attention_mask": mask[:, None]}
-    by_segments = _BySegments(microbatch, device, way)
-    return {**inputs, KEYWORD: by_segments, "attention_mask": _any_mask(device)}
+    # Beside a mask of four dimensions transformers makes none of its own.
+    any_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+    if not microbatch.shares_rows:
+        if attention == "eager":
+            return {}
+        # Else transformers would wait for the device to see that each row is one sequence.
+        return {KEYWORD: _in_whole_rows, "attention_mask": any_mask}
+    if attention == "sdpa":
+        attention = "calls" if _is_cheaper_in_calls(microbatch, device) else "mask"
+    if attention not in ("mask", "eager"):
+        by_segments = _BySegments(microbatch, device, attention)
+        return {**inputs, KEYWORD: by_segments, "attention_mask": any_mask}
+    columns = torch.arange(visible_until.shape[1], device=device)
+    query, key = columns[:, None], columns
+    mask = (key <= query) & (query < visible_until[:, None, :])  # (B, T, T)
+    if attention == "eager":  # which adds it to the scores
+        mask = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
+    return {**inputs, "attention_mask": mask[:, None]}
 
 
 # --- What is tried on the model before the first step ---------------------------------------------
@@ -354,30 +324,26 @@ def try_model(model: nn.Module, base: Any, args: RLConfig, optimizer: Any) -> Mo
     """
     check_head(model, base)
     config = base.config.get_text_config()
-    why_padded = reason_against_sharing_rows(model, base)
-    if why_padded:
-        logger.warning("samples are padded, one a row: %s", why_padded)
-    shares_prefixes = args.share_prefixes
-    if shares_prefixes:
-        why_not = why_padded or reason_against_sharing_prefixes(model, base, args.max_seq_len)
-        if why_not:
-            logger.warning("what samples begin with is computed for each: %s", why_not)
-        shares_prefixes = why_not is None
     attention = str(config._attn_implementation)
-    is_flat = "flash" in attention
-    if shares_prefixes and attention == "sdpa" and base.device.type in HAS_VARLEN:
-        # It takes half precision, and heads of some sizes, on GPUs from compute capability 8.0 on.
-        why_not = reason_against_sharing_prefixes(model, base, args.max_seq_len, ["varlen"])
-        if why_not:
-            logger.warning("attention has a call for each sample: %s", why_not)
-        is_flat = why_not is None
-    return ModelSupport(
-        layout="padded" if why_padded else "flat" if is_flat else "packed",
-        shares_prefixes=shares_prefixes,
+    support = ModelSupport(
+        layout="flat" if "flash" in attention else "packed",
         hidden_size=getattr(config, "hidden_size", 1024),
         attention=attention,
-        token_budget=fit_step(model, base, args, optimizer),
     )
+    if why_not := reason_against_rows(model, base, support):
+        logger.warning("samples are padded, one a row: %s", why_not)
+        support = replace(support, layout="padded")
+    elif args.share_prefixes:
+        if why_not := reason_against_sharing_prefixes(model, base, args.max_seq_len):
+            logger.warning("what samples begin with is computed for each: %s", why_not)
+        support = replace(support, shares_prefixes=why_not is None)
+    if support.shares_prefixes and attention == "sdpa" and base.device.type in HAS_VARLEN:
+        # It takes half precision, and heads of some sizes, on GPUs from compute capability 8.0 on.
+        flat = replace(support, layout="flat", attention="varlen")
+        if why_not := reason_against_rows(model, base, flat):
+            logger.warning("attention has a call for each sample: %s", why_not)
+        support = support if why_not else flat
+    return replace(support, token_budget=fit_step(model, base, args, optimizer))
 
 
 def _difference(given: Tensor, expected: Tensor) -> float:
@@ -433,75 +399,67 @@ def check_head(model: nn.Module, base: nn.Module) -> None:
         )
 
 
-def reason_against_sharing_rows(model: nn.Module, base: nn.Module) -> str | None:
-    """Return why samples in one row would see each other in this model; None if they do not.
+def reason_against_rows(model: nn.Module, base: Any, support: ModelSupport) -> str | None:
+    """Return why samples in one row would be computed otherwise than alone in this model; None if
+    they would not.
 
-    The test uses a row of two sequences of 8 tokens. The second must get the same logits as alone.
-    The arguments are those of `try_model`.
-    """
-    if "position_ids" not in inspect.signature(base.forward).parameters:
-        return "it takes no position_ids"
-    ids, tolerance = _probe(base)
-    positions = torch.arange(8, device=ids.device).repeat(1, 2)
-    with evaluating(model):
-        together = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, 8:]
-        alone = model(input_ids=ids[:, 8:], use_cache=False).logits[0]
-    if not _difference(together, alone) < tolerance:
-        implementation = getattr(base.config, "_attn_implementation", None)
-        return f"a sequence sees the one before it (attention {implementation!r})"
-    return None
-
-
-def reason_against_sharing_prefixes(
-    model: nn.Module, base: Any, max_seq_len: int, ways: Sequence[str] = ("mask", "calls")
-) -> str | None:
-    """Return why samples with tokens in common would be computed otherwise than alone in this
-    model; None if they would not.
-
-    The test uses three samples of 12, 12 and 10 tokens, which take 16 in one row; the second
-    branches from the first, the third from both. Their last two tokens must get the same logits as
-    alone.
+    The test uses three samples of 12, 12 and 10 tokens. With prefixes that are shared they take 16
+    in one row: the second branches from the first, the third from both. The tokens that a sample
+    has for itself must get the same logits as alone.
 
     Args:
         model, base: see `try_model`.
-        max_seq_len: of the samples to come.
-        ways: of SDPA to try, see `inputs_of_shared_rows`.
+        support: of the model, if it computes them alike.
     """
-    config = base.config.get_text_config()
-    for name in ("sliding_window", "attention_chunk_size"):
-        if (window := getattr(config, name, None)) is not None and window < max_seq_len:
-            return f"its {name} of {window} tokens is shorter than max_seq_len={max_seq_len}"
-    implementation = str(getattr(base.config, "_attn_implementation", ""))
-    if implementation not in ("eager", "sdpa") and "flash" not in implementation:
-        return f"masks for attention {implementation!r} are not known here"
-    if implementation in ALL_ATTENTION_FUNCTIONS:
-        wrap_attention(implementation)
     ids, tolerance = _probe(base)
     tokens = ids[0].cpu().numpy()
     sequences = [tokens[:12], tokens[[*range(10), 12, 13]], tokens[[*range(8), 14, 15]]]
     zeros = np.zeros(16)
     samples = [Sample(s, *[zeros[: len(s)]] * 3) for s in sequences]
-    shared = copy_to(collate(samples, [[0, 1, 2]], [1.0] * 3, 0, [0, 10, 8]), ids.device)
-    inputs_of_row = inputs_of_whole_rows(implementation, ids.device)
+    num_shared = [0, 10, 8] if support.shares_prefixes else None
+    row = copy_to(collate(samples, [[0, 1, 2]], [1.0] * 3, 0, num_shared), ids.device)
 
-    def logits_of(input_ids: Tensor, **inputs: Any) -> Tensor:
-        return model(input_ids=input_ids, use_cache=False, **inputs).logits[0]
+    def logits_of(microbatch: Microbatch, **inputs: Any) -> Tensor:
+        return model(input_ids=microbatch.input_ids, use_cache=False, **inputs).logits[0]
 
     with evaluating(model):
-        for way in ways:
-            inputs = inputs_of_shared_rows(shared, implementation, way)
-            try:
-                logits = logits_of(shared.input_ids, **inputs)
-            except (TypeError, ValueError, RuntimeError) as error:
-                return f"it takes no such rows: {error}"
-            for segment, sequence in zip(shared.segments, sequences, strict=True):
-                alone = torch.from_numpy(sequence).to(ids.device)[None]
-                expected = logits_of(alone)[-2:]
-                whole = logits_of(alone, **inputs_of_row)[-2:]
-                given = logits[segment.stop - 2 : segment.stop]
-                if not max(_difference(given, expected), _difference(whole, expected)) < tolerance:
-                    return f"a sample sees others (attention {implementation!r})"
+        try:
+            logits = logits_of(row, **attention_inputs(row, support))
+        except (TypeError, ValueError, RuntimeError) as error:
+            return f"it takes no such rows: {error}"
+        for segment, sample in zip(row.segments, samples, strict=True):
+            alone = copy_to(collate([sample], [[0]], [1.0], 0), ids.device)
+            own = slice(segment.start - segment.stop, None)
+            expected = logits_of(alone)[own]
+            whole = logits_of(alone, **attention_inputs(alone, support))[own]
+            given = logits[segment.start : segment.stop]
+            if not max(_difference(given, expected), _difference(whole, expected)) < tolerance:
+                return f"a sample sees others (attention {support.attention!r})"
     return None
+
+
+def reason_against_sharing_prefixes(model: nn.Module, base: Any, max_seq_len: int) -> str | None:
+    """Return why samples with tokens in common cannot have these once in this model; None if they
+    can.
+
+    Args:
+        model, base: see `try_model`.
+        max_seq_len: of the samples to come.
+    """
+    config = base.config.get_text_config()
+    for name in ("sliding_window", "attention_chunk_size"):
+        if (window := getattr(config, name, None)) is not None and window < max_seq_len:
+            return f"its {name} of {window} tokens is shorter than max_seq_len={max_seq_len}"
+    attention = str(config._attn_implementation)
+    if attention not in ("eager", "sdpa") and "flash" not in attention:
+        return f"masks for attention {attention!r} are not known here"
+    if attention in ALL_ATTENTION_FUNCTIONS:
+        wrap_attention(attention)
+    reasons = (
+        reason_against_rows(model, base, ModelSupport(shares_prefixes=True, attention=way))
+        for way in (("mask", "calls") if attention == "sdpa" else (attention,))
+    )
+    return next(filter(None, reasons), None)
 
 
 # --- What fits into the memory of a GPU -----------------------------------------------------------

@@ -138,7 +138,8 @@ class ModelSupport:
         layout: of its rows.
         shares_prefixes: tokens that samples have in common are computed once.
         hidden_size: the longer a row is relative to it, the more attention costs.
-        attention: its implementation. "eager" computes whole rows, so those stay narrow.
+        attention: its implementation, or "varlen" in place of "sdpa", or, to try these, "mask" or
+            "calls". "eager" computes whole rows, so those stay narrow.
         token_budget: of one forward pass on a rank; None for that of the options.
     """
 
