@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -9,12 +11,16 @@ from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.models import (
     check_policy,
     default_target_modules,
-    linear_layers,
     load_policy,
 )
 
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 DELTA_NET = {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"}
+
+
+def default_layers(model):
+    """The default without the blocks' numbers and the names of attention and MLP."""
+    return {re.sub(r"^model\.layers\.\d+\.\w+\.", "", n) for n in default_target_modules(model)}
 
 
 def options(**given):
@@ -34,15 +40,21 @@ def qwen3_5(request, tmp_path_factory):
 )
 def test_the_default_adapts_the_same_seven_layers_of_most_models(make, adapted):
     """And leaves experts that are one tensor alone."""
-    assert default_target_modules(make()) == sorted(adapted)
+    assert default_layers(make()) == {*adapted}
+
+
+def test_in_a_model_of_more_layers_the_default_has_the_shortest_names():
+    config = make_tiny_model().config
+    config.num_hidden_layers, config.layer_types = 3, ["full_attention"] * 3
+    policy = load_policy(type(make_tiny_model())(config), options())
+    assert policy.peft_config["default"].target_modules == {*SEVEN}
 
 
 def test_the_default_adapts_the_delta_nets_of_qwen3_5_and_neither_head_router_nor_experts(qwen3_5):
     model, has_experts = qwen3_5
     shared = "shared_expert." * has_experts
     expected = DELTA_NET | {*SEVEN[:4]} | {f"{shared}{name}" for name in SEVEN[4:]}
-    assert {*default_target_modules(model)} == expected
-    assert not any("lm_head" in n or n.endswith(("gate", "conv1d")) for n in linear_layers(model))
+    assert default_layers(model) == expected
 
 
 def test_a_model_without_known_layers_asks_for_their_names():

@@ -11,7 +11,7 @@ import logging
 import os
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -196,67 +196,35 @@ def decoder_blocks(model: Any) -> list[nn.Module]:
     ]
 
 
-def linear_layers(model: Any) -> dict[str, nn.Linear]:
-    """Return the linear layers of the decoder's blocks by name, without head, vision tower, routers
-    and experts. In a PEFT model these are the layers inside its adapters.
-    """
-    inside = {id(layer) for block in decoder_blocks(model) for layer in block.modules()}
-    found = {}
-    for name, layer in model.named_modules():
-        name = name.removesuffix(".base_layer")
-        parts = name.split(".")
-        is_choice = parts[-1] in _ROUTERS or "experts" in parts or "lora_" in name
-        if isinstance(layer, nn.Linear) and id(layer) in inside and not is_choice:
-            found[name] = layer
-    return found
-
-
 def default_target_modules(model: Any) -> list[str]:
-    """Return names of all `linear_layers` that PEFT can adapt: the shortest that match no other
-    module. For most models these are q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj.
+    """Return the names of the linear layers of the decoder's blocks that PEFT can adapt, without
+    head, vision tower, routers and experts. PEFT itself shortens 20 names or more: for most models
+    to q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj.
 
     Raises:
         ConfigError: the model has no such layers.
     """
-    from peft.tuners.tuners_utils import _find_minimal_target_modules
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
-    wanted = linear_layers(model)
+    refused = _REFUSED_BY_PEFT if model.config.model_type in _MAMBA else ()
+    inside = {id(layer) for block in decoder_blocks(model) for layer in block.modules()}
+    wanted = []
+    for name, layer in model.named_modules():
+        parts = name.split(".")
+        is_left_out = parts[-1] in (*_ROUTERS, *refused) or "experts" in parts
+        if isinstance(layer, nn.Linear) and id(layer) in inside and not is_left_out:
+            wanted.append(name)
     if not wanted:
         raise ConfigError(
             f"lora_target_modules: {type(model).__name__} has no linear layers that are known; "
             "name its layers, or set use_lora=False"
         )
-    refused = _REFUSED_BY_PEFT if model.config.model_type in _MAMBA else ()
-    adapted = [name for name in wanted if name.split(".")[-1] not in refused]
-    others = [name for name, _ in model.named_modules() if name and name not in wanted]
-    has_experts = any(name.endswith(".experts") for name in others)
-    if has_experts:
-        # A layer's experts may be one tensor. PEFT would take these names for its parts in a
-        # checkpoint, and adapt the experts.
-        others += ["gate_proj", "up_proj", "down_proj"]
-    names = _find_minimal_target_modules(adapted, others)
-    taken = _taken_for_experts(model, names) if has_experts else set()
-    return sorted(names - taken)
-
-
-def _taken_for_experts(model: Any, names: Iterable[str]) -> set[str]:
-    """Return those of these target modules that PEFT would take for parts of a layer's experts,
-    because they end in the name of such a part in a checkpoint.
-    """
-    from peft import LoraConfig
-    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-
-    taken = set()
-    for name in names:
-        config = LoraConfig(target_modules=[name])
-        try:
-            convert_peft_config_for_transformers(config, model, None)
-        except ValueError:
-            taken.add(name)  # it belongs to a tensor of several parts
-        else:
-            if name not in (config.target_modules or ()):
-                taken.add(name)
-    return taken
+    config = LoraConfig(target_modules=wanted)
+    # A layer's experts may be one tensor. PEFT takes some names for its parts in a checkpoint, and
+    # would adapt the experts; this takes such names out of `target_modules`.
+    convert_peft_config_for_transformers(config, model, None)
+    return sorted(config.target_modules or ())
 
 
 def switch_off_dropout(model: nn.Module) -> None:
