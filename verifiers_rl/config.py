@@ -229,12 +229,6 @@ _are_servers = must(
 )
 
 
-def unknown_option_hint(name: str, kind: Any) -> str:
-    """Return what to set instead of an option that this config class does not have."""
-    others = "docs/reference.md lists the options, docs/from_trl.md names those of TRL"
-    return did_you_mean(name.replace("-", "_"), [f.name for f in fields(kind)], others)
-
-
 def _refuse_unknown(of: str, options: dict[str, Any], known: Collection[str]) -> None:
     for name, value in options.items():
         if name not in known:
@@ -246,13 +240,15 @@ def with_hints(cls: type[_T]) -> type[_T]:
     """Let `__init__` of a config class say what to set instead of an unknown option, where that of
     dataclass raises a bare TypeError.
     """
-    init, known = cast(Any, cls).__init__, {f.name for f in fields(cast(Any, cls))}
+    init, known = cast(Any, cls).__init__, [f.name for f in fields(cast(Any, cls))]
+    others = "docs/reference.md lists the options, docs/from_trl.md names those of TRL"
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **options: Any) -> None:
         for name in options:
             if name not in known:
-                raise ConfigError(f"{name}: is no option; {unknown_option_hint(name, cls)}")
+                hint = did_you_mean(name.replace("-", "_"), known, others)
+                raise ConfigError(f"{name}: is no option; {hint}")
         init(self, *args, **options)
 
     cls.__init__ = __init__  # type: ignore[method-assign]
