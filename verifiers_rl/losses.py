@@ -487,7 +487,9 @@ LOSSES: dict[str, Callable[..., LossOutputs]] = {
 }
 
 
-def bind_options(function: Callable[..., _R], what: str, options: Any) -> Callable[..., _R]:
+def bind_options(
+    function: Callable[..., _R], what: str, options: dict[str, Any]
+) -> Callable[..., _R]:
     """Return the loss or the mask with these options in place of its defaults.
 
     Args:
@@ -499,8 +501,6 @@ def bind_options(function: Callable[..., _R], what: str, options: Any) -> Callab
         ValueError: the function does not have an option, or (for one of `LOSSES` and `MASKS`) a
             value is out of range. The message says which options or values are possible.
     """
-    if not isinstance(options, dict):
-        raise ValueError(f"{what}: {options!r} must be a table such as {{eps_high = 4.0}}")
     signature = inspect.signature(function)
     try:
         values = signature.bind(None, **options)  # the inputs
