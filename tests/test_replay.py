@@ -131,7 +131,7 @@ def test_gradients_shares_and_weights_of_losses_that_are_known(run):
     outcomes = replay(run[0], 1, ["reinforce", of_twice, good])
     plain = outcomes["reinforce"].gradient
     assert torch.equal(outcomes[of_twice].gradient, 2 * plain) and plain.norm() > 0.1
-    share, of_tokens = outcomes[good].shares["sign of A = 1"]
+    share, of_tokens = shares_of(outcomes[good].tokens)["sign of A = 1"]
     assert share == pytest.approx(1, abs=1e-6) and 0 < of_tokens < 1
     assert outcomes[good].metrics[0]["has_gradient"] == pytest.approx(of_tokens)
     # The file has each loss token, with its advantage as its weight under REINFORCE.
@@ -145,13 +145,14 @@ def test_gradients_shares_and_weights_of_losses_that_are_known(run):
 
 
 def test_cosine_and_shares_of_a_case_made_by_hand():
-    # Of two tokens: place, weight, logprob, advantage.
-    tokens = torch.tensor([[0.2, 1.0], [3.0, -1.0], [-3.0, -0.01], [2.0, -2.0]])
-    shares = shares_of(*tokens)
+    # Of two tokens: place, weight, logprob, advantage, behind what names them.
+    kinds = torch.tensor([[0.2, 1.0], [3.0, -1.0], [-3.0, -0.01], [2.0, -2.0]])
+    tokens = torch.cat([torch.zeros(3, 2), kinds])
+    shares = shares_of(tokens)
     kinds = "place <= 0.25", "probability <= 0.1", "sign of A = 1"
     assert [shares[kind] for kind in kinds] == 3 * [(0.75, 0.5)]
     gradients = torch.tensor([[3.0, 4.0], [4.0, 3.0]])
-    table = table_of({"ab"[n]: Outcome(gradients[n], [{}], {}, tokens) for n in (0, 1)})
+    table = table_of({"ab"[n]: Outcome(gradients[n], [{}], tokens) for n in (0, 1)})
     assert "| norm of the gradient | 5 | 5 |\n| cosine with a | 1.000 | 0.960 |" in table
 
 

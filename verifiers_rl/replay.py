@@ -74,7 +74,6 @@ class Outcome(NamedTuple):
         metrics: before and after the optimizer's step: what the trainer logs of tokens, the `loss`
             of the batch, and as means over tokens `gain`, r_t * A_t, and `moved`, the distance of
             the trainer's logprob from the recorded one in nats.
-        shares: by kinds of tokens, their shares of the sum of |dL / dlogprob_t|, and of the tokens.
         tokens: (7, N) float, of each loss token the number of its rollout, its number in it, the
             logprob that the run recorded, its place, its weight, its logprob and its advantage. The
             weight is -dL / dlogprob_t, before the sum L is divided by the batch's denominator. It
@@ -83,7 +82,6 @@ class Outcome(NamedTuple):
 
     gradient: Tensor
     metrics: list[dict[str, float]]
-    shares: dict[str, tuple[float, float]]
     tokens: Tensor
 
 
@@ -248,7 +246,7 @@ def replay_step(trainer: Any, batch: Batch, checkpoint: str | None) -> Outcome:
     with suppress(Replayed):
         trainer.train(checkpoint)
     before = torch.cat(seen, 1)[:, : batch.num_loss_tokens]
-    return Outcome(gradients[0], metrics, shares_of(*before[3:]), before)
+    return Outcome(gradients[0], metrics, before)
 
 
 def watch(loss_fn: LossFn, seen: list[Tensor]) -> LossFn:
@@ -276,10 +274,13 @@ def watch(loss_fn: LossFn, seen: list[Tensor]) -> LossFn:
     return watched
 
 
-def shares_of(
-    places: Tensor, weights: Tensor, logprobs: Tensor, advantages: Tensor
-) -> dict[str, tuple[float, float]]:
-    """Return `Outcome.shares` of these tokens, (N,) each."""
+def shares_of(tokens: Tensor) -> dict[str, tuple[float, float]]:
+    """Return, by kinds of tokens, their shares of the sum of |dL / dlogprob_t|, and of the tokens.
+
+    Args:
+        tokens: see `Outcome`.
+    """
+    _, _, _, places, weights, logprobs, advantages = tokens
     weights, shares = weights.abs() / weights.abs().sum(), {}
     for name, values, edges in (
         ("place <=", places, (0, 0.25, 0.5, 0.75, 1)),
@@ -299,14 +300,14 @@ def shares_of(
 def table_of(outcomes: Mapping[str, Outcome]) -> str:
     """Return the table of docs/losses.md, in Markdown."""
     columns = []
-    for name, (gradient, metrics, shares, _) in outcomes.items():
+    for name, (gradient, metrics, tokens) in outcomes.items():
         column = {"": name, "---": "---", "norm of the gradient": f"{gradient.norm():.3g}"}
         for other in outcomes:
             cosine = cosine_similarity(gradient, outcomes[other].gradient, 0)
             column[f"cosine with {other}"] = f"{cosine:.3f}"
         for key, value in metrics[0].items():
             column[key] = f"{value:.3g} -> {metrics[1][key]:.3g}"
-        for kind, (share, of_tokens) in shares.items():
+        for kind, (share, of_tokens) in shares_of(tokens).items():
             column[kind] = f"{share:.2f} of {of_tokens:.2f}"
         columns.append(column)
     names = dict.fromkeys(name for column in columns for name in column)
