@@ -31,7 +31,7 @@ from verifiers_rl.config import RLConfig
 from verifiers_rl.data import ExampleOrder, examples_at, first_of_each, order_examples
 from verifiers_rl.inference import derive_seed
 from verifiers_rl.process import waiting
-from verifiers_rl.process.loop_thread import LoopThread
+from verifiers_rl.process.loop_thread import LoopThread, gather_or_cancel
 from verifiers_rl.report.means import batch_metrics, evaluation_metrics
 from verifiers_rl.requests import (
     EnvRunner,
@@ -219,10 +219,8 @@ class Orchestrator:
     async def _evaluate(self, request: GroupRequest, examples: Sequence[int]) -> dict[str, float]:
         """Run the groups of these examples, and return their means."""
         start = time.monotonic()
-        run = partial(self._run_group, request)
-        running = run_groups(run, lambda group: True, examples, len(examples), start)
-        complete = await while_served(running, self.check_server)
-        groups = [group for group, _ in complete]
+        running = gather_or_cancel(self._run_group(request, index) for index in examples)
+        groups: list[list[Rollout]] = await while_served(running, self.check_server)
         self.evaluated[request.policy_version] = groups
         # What it costs to end a run that has trained is more than what an evaluation says.
         warn_of_failures(groups, "eval", may_all_fail=request.policy_version > 0)
