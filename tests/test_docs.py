@@ -32,7 +32,7 @@ from verifiers_rl.advantages import ADVANTAGES, as_numbers
 from verifiers_rl.cli import flat
 from verifiers_rl.cli.config import RunConfig, load_run_config
 from verifiers_rl.cli.setup import workspace_files
-from verifiers_rl.data import GroupFilter
+from verifiers_rl.config import GroupFilter
 from verifiers_rl.envs.base import module_name
 from verifiers_rl.envs.make import make_runner
 from verifiers_rl.losses import LOSSES, MASKS, LossInputs, check_outputs

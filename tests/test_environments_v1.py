@@ -22,7 +22,7 @@ from tests.helpers import load_example, make_request, values_of
 from tests.serving import chat_reply, serving
 from verifiers_rl import RLConfig, WeightedEnv, env_from
 from verifiers_rl.advantages import center_on_group_mean, of_rewards, set_advantages
-from verifiers_rl.data import GroupFilter
+from verifiers_rl.config import GroupFilter
 from verifiers_rl.envs.base import (
     InvalidEnvironmentError,
     RunnerOptions,

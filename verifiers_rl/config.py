@@ -7,7 +7,7 @@ import functools
 import importlib.util
 import math
 import os
-from collections.abc import Collection, Container
+from collections.abc import Collection, Container, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
@@ -20,7 +20,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
 from verifiers_rl.advantages import ADVANTAGES, AdvantageFn, of_rewards
-from verifiers_rl.data import GroupFilter
+from verifiers_rl.data import group_by_role
 from verifiers_rl.losses import (
     DEFAULT_MASKS,
     LOSSES,
@@ -54,7 +54,7 @@ from verifiers_rl.option_rules import (
     problem_of,
 )
 from verifiers_rl.process.secret_names import without_secrets
-from verifiers_rl.types import MAX_MASK
+from verifiers_rl.types import MAX_MASK, Rollout
 
 DEFAULT_MASK = 256  # top_k where a sampling mask needs one
 # Options that one environment may have for itself. Not the temperature: the trainer computes all
@@ -261,6 +261,60 @@ def default_options(config: Any) -> dict[str, Any]:
         f.name: f.default if f.default_factory is MISSING else f.default_factory()
         for f in fields(config)
     }
+
+
+@dataclass(frozen=True)
+class GroupFilter:
+    """Decides by the rewards of surviving rollouts whether a group is worth training on. A group of
+    several agents passes if the rewards of any agent pass. A group without survivors passes,
+    because replacing it would delay the error of an environment that always fails. A group with
+    `added_advantages`, or with advantages that its environment has set, passes, because it can be
+    learned from whatever its rewards are.
+
+    Attributes:
+        min_reward_variance: a group with a smaller variance (over n) does not pass; 0: all pass.
+        min_reward, max_reward: bounds of the mean reward.
+        max_oversampling: the most groups that are generated for one group of a batch, >= 1.
+
+    Raises:
+        ValueError: bounds exclude each other, or one is without effect. The message begins with its
+            name.
+    """
+
+    min_reward_variance: NotNegativeNumber = 0.0
+    min_reward: float = -math.inf
+    max_reward: float = math.inf
+    max_oversampling: Annotated[float, Field(ge=1)] = 3.0
+
+    def __post_init__(self) -> None:
+        if self.min_reward > self.max_reward:
+            raise ValueError(
+                f"min_reward={self.min_reward!r}: must not be above max_reward={self.max_reward!r}"
+            )
+        if self.lets_all_pass and self.max_oversampling != GroupFilter.max_oversampling:
+            raise ValueError(
+                f"max_oversampling={self.max_oversampling!r}: without effect unless "
+                "min_reward_variance, min_reward or max_reward is set"
+            )
+
+    @property
+    def lets_all_pass(self) -> bool:
+        return self.min_reward_variance == 0 and (self.min_reward, self.max_reward) == (
+            -math.inf,
+            math.inf,
+        )
+
+    def passes(self, group: Sequence[Rollout]) -> bool:
+        taught = (r.has_own_advantages or r.added_advantages is not None for r in group)
+        if self.lets_all_pass or any(taught):
+            return True
+        roles = group_by_role(group)
+        return not roles or any(map(self._passes, roles))
+
+    def _passes(self, survivors: Sequence[Rollout]) -> bool:
+        rewards = np.array([rollout.reward for rollout in survivors])
+        is_between = self.min_reward <= rewards.mean() <= self.max_reward
+        return bool(is_between and rewards.var() >= self.min_reward_variance)
 
 
 @with_hints

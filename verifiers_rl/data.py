@@ -1,17 +1,12 @@
-"""Which examples a step gets, and which groups of rollouts are trained on. Pure functions."""
+"""Which examples a step gets; the agents of a group; texts for people. Pure functions."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated
 
 import numpy as np
-from pydantic import Field
 
-from verifiers_rl.option_rules import NotNegativeNumber
 from verifiers_rl.types import Rollout
 
 # Size of a stream, which has no end. No run reaches this number, so examples can be numbered
@@ -112,60 +107,6 @@ def group_by_role(group: Sequence[Rollout]) -> list[list[Rollout]]:
         if rollout.error is None:
             roles.setdefault(rollout.role, []).append(rollout)
     return list(roles.values())
-
-
-@dataclass(frozen=True)
-class GroupFilter:
-    """Decides by the rewards of surviving rollouts whether a group is worth training on. A group of
-    several agents passes if the rewards of any agent pass. A group without survivors passes,
-    because replacing it would delay the error of an environment that always fails. A group with
-    `added_advantages`, or with advantages that its environment has set, passes, because it can be
-    learned from whatever its rewards are.
-
-    Attributes:
-        min_reward_variance: a group with a smaller variance (over n) does not pass; 0: all pass.
-        min_reward, max_reward: bounds of the mean reward.
-        max_oversampling: the most groups that are generated for one group of a batch, >= 1.
-
-    Raises:
-        ValueError: bounds exclude each other, or one is without effect. The message begins with its
-            name.
-    """
-
-    min_reward_variance: NotNegativeNumber = 0.0
-    min_reward: float = -math.inf
-    max_reward: float = math.inf
-    max_oversampling: Annotated[float, Field(ge=1)] = 3.0
-
-    def __post_init__(self) -> None:
-        if self.min_reward > self.max_reward:
-            raise ValueError(
-                f"min_reward={self.min_reward!r}: must not be above max_reward={self.max_reward!r}"
-            )
-        if self.lets_all_pass and self.max_oversampling != GroupFilter.max_oversampling:
-            raise ValueError(
-                f"max_oversampling={self.max_oversampling!r}: without effect unless "
-                "min_reward_variance, min_reward or max_reward is set"
-            )
-
-    @property
-    def lets_all_pass(self) -> bool:
-        return self.min_reward_variance == 0 and (self.min_reward, self.max_reward) == (
-            -math.inf,
-            math.inf,
-        )
-
-    def passes(self, group: Sequence[Rollout]) -> bool:
-        taught = (r.has_own_advantages or r.added_advantages is not None for r in group)
-        if self.lets_all_pass or any(taught):
-            return True
-        roles = group_by_role(group)
-        return not roles or any(map(self._passes, roles))
-
-    def _passes(self, survivors: Sequence[Rollout]) -> bool:
-        rewards = np.array([rollout.reward for rollout in survivors])
-        is_between = self.min_reward <= rewards.mean() <= self.max_reward
-        return bool(is_between and rewards.var() >= self.min_reward_variance)
 
 
 # With those that turn the direction of the text behind them.
