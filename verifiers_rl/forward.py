@@ -336,13 +336,15 @@ def try_model(model: nn.Module, base: Any, args: RLConfig, optimizer: Any) -> Mo
     elif args.share_prefixes:
         if why_not := reason_against_sharing_prefixes(model, base, args.max_seq_len):
             logger.warning("what samples begin with is computed for each: %s", why_not)
-        support = replace(support, shares_prefixes=why_not is None)
+        else:
+            support = replace(support, shares_prefixes=True)
     if support.shares_prefixes and attention == "sdpa" and base.device.type in HAS_VARLEN:
         # It takes half precision, and heads of some sizes, on GPUs from compute capability 8.0 on.
         flat = replace(support, layout="flat", attention="varlen")
         if why_not := reason_against_rows(model, base, flat):
             logger.warning("attention has a call for each sample: %s", why_not)
-        support = support if why_not else flat
+        else:
+            support = flat
     return replace(support, token_budget=fit_step(model, base, args, optimizer))
 
 
