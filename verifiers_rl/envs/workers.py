@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import base64
 import faulthandler
 import gc
 import itertools
@@ -82,8 +81,6 @@ class WorkerLostError(RuntimeError):
 # --- Messages -------------------------------------------------------------------------------------
 # The sizes of the two parts behind it (two little-endian int64), JSON, bytes.
 
-_OF_ROLLOUT = [f.name for f in fields(Rollout) if f.name not in ("samples", "error", "record")]
-
 
 def sender(writer: asyncio.StreamWriter | None = None) -> Callable[..., None]:
     """Return what sends a message: its content, bytes or an array of bytes, and what its JSON has.
@@ -127,7 +124,7 @@ def pack_group(group: Sequence[Rollout]) -> tuple[dict[str, Any], np.ndarray]:
     message, content = pack_samples(samples)
     rollouts = []
     for rollout in group:
-        packed = {name: getattr(rollout, name) for name in _OF_ROLLOUT}
+        packed = {field.name: getattr(rollout, field.name) for field in fields(rollout)}
         packed |= {"samples": len(rollout.samples), "record": rollout.record.decode()}
         if rollout.error is not None:
             trace = printable("".join(traceback.format_exception(rollout.error)))
@@ -143,7 +140,7 @@ def unpack_group(message: dict[str, Any], content: bytes) -> list[Rollout]:
     for packed in message["rollouts"]:
         packed["samples"] = [*itertools.islice(samples, packed["samples"])]
         packed["record"] = packed["record"].encode()
-        if failure := packed.get("error"):
+        if failure := packed["error"]:
             packed["error"] = WorkerError(failure[0])
             packed["error"].add_note(failure[1])
         group.append(Rollout(**packed))
@@ -152,8 +149,8 @@ def unpack_group(message: dict[str, Any], content: bytes) -> list[Rollout]:
 
 def failed_group(request: GroupRequest, error: Exception) -> list[Rollout]:
     """Return what becomes of a group that could not be run."""
-    failed = partial(Rollout, request.index, f"example {request.index}", error=error)
-    return [failed() for _ in range(request.num_rollouts)]
+    prompt = f"example {request.index}"
+    return [Rollout(request.index, prompt, error=error) for _ in range(request.num_rollouts)]
 
 
 # --- In the trainer's process ---------------------------------------------------------------------
@@ -247,7 +244,7 @@ class WorkerPool:
         """
         if not isinstance(recipe, dict):
             data = pickle_for_worker(recipe)
-            recipe = {"pickled": base64.b64encode(data).decode(), "script": needs_script(data)}
+            recipe = {"pickled": data.hex(), "script": needs_script(data)}
         self._recipes.append({"name": name, "is_quiet": is_quiet, **recipe})
         return len(self._recipes) - 1
 
@@ -261,11 +258,7 @@ class WorkerPool:
             InvalidEnvironmentError: a worker could not make one, or not within the deadline.
         """
         self.workers = [self._make() for _ in range(self._num_workers)]
-        try:
-            facts = await asyncio.gather(*(asyncio.shield(one.ready) for one in self.workers))
-        except Exception:
-            await self.close()
-            raise
+        facts = await asyncio.gather(*(asyncio.shield(one.ready) for one in self.workers))
         return facts[0]
 
     async def close(self) -> None:
@@ -557,7 +550,7 @@ def main(descriptor: int, parent: int, make_environment: Callable[[Any], Any]) -
             logging.disable(logging.WARNING if recipe["is_quiet"] else logging.NOTSET)
             # Outside the event loop, because an environment may run its own loop to load its data.
             where = f"environment {recipe['name']!r}: " if len(setup["recipes"]) > 1 else ""
-            pickled = base64.b64decode(recipe.get("pickled", ""))
+            pickled = bytes.fromhex(recipe.get("pickled", ""))
             runners.append(pickle.loads(pickled)() if pickled else make_environment(recipe))
     except (Exception, SystemExit) as error:  # whatever the environment's own code raises
         problem = where + describe_error(error)
