@@ -27,7 +27,7 @@ from verifiers_rl.envs.base import (
 from verifiers_rl.envs.chat_harness import first_messages
 from verifiers_rl.envs.records import message_of, text_of
 from verifiers_rl.envs.v1 import V1Environment
-from verifiers_rl.inference import RolloutSession, ServerClient
+from verifiers_rl.inference import RolloutSession
 from verifiers_rl.json_text import as_json
 from verifiers_rl.option_rules import did_you_mean
 from verifiers_rl.process.loop_thread import run_contained
@@ -153,12 +153,6 @@ class DatasetEnvironment(V1Environment):
     neither an endpoint nor a trace, which take most of the time of other short rollouts.
     """
 
-    async def open(self) -> None:
-        self._http = ServerClient(f"{self.options.base_url}/v1", self.options.timeout_s)
-
-    async def close(self) -> None:
-        await self._http.close()
-
     async def _play(
         self, task: Any, request: GroupRequest, session: RolloutSession
     ) -> list[Rollout]:
@@ -176,9 +170,8 @@ class DatasetEnvironment(V1Environment):
                         f"the prompt's {len(prompt_ids)} tokens fill max_seq_len={limit}"
                     )
                 body["max_tokens"] = min(max_tokens or room, room)
-                reply = await self._http.of_rollout(session).reply_to(
-                    body, prompt_ids, is_first=True
-                )
+                client = self.client.of_rollout(session)
+                reply = await client.reply_to(body, prompt_ids, is_first=True)
                 (choice,) = reply.completion["choices"]
                 message, finish_reason = choice["message"], choice["finish_reason"]
                 message |= {"reasoning_content": message.get("reasoning")}

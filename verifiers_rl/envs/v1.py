@@ -49,7 +49,7 @@ from verifiers_rl.envs.v1_loading import (
     with_local_chat,
     without_tasks,
 )
-from verifiers_rl.inference import RolloutSession
+from verifiers_rl.inference import RolloutSession, ServerClient
 from verifiers_rl.process.limits import FILES_OF_ROLLOUT, raise_open_files
 from verifiers_rl.process.loop_thread import call_on_thread, gather_or_cancel, run_contained
 from verifiers_rl.requests import GroupRequest
@@ -213,11 +213,12 @@ class V1Environment:
     # --- Episodes ---------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Start what the environment shares between episodes.
+        """Make the connections to the server, and start what episodes share.
 
         Raises:
             InvalidEnvironmentError: the environment is not ready in time.
         """
+        self.client = ServerClient(f"{self.options.base_url}/v1", self.options.timeout_s)
         is_up = asyncio.get_running_loop().create_future()
 
         async def serve() -> None:  # the task that opens a context must also close it
@@ -242,6 +243,7 @@ class V1Environment:
         if self._serving is not None:
             self._serving.cancel()
             await asyncio.wait([self._serving], timeout=EXIT_S)
+            await self.client.close()
 
     async def run_group(self, request: GroupRequest) -> list[Rollout]:
         return await self.run_task(await self.task(request.split, request.index), request)

@@ -110,7 +110,7 @@ _stock_resolve_client = interception.resolve_client
 def _resolve_client(config: Any) -> Client:
     """Make a client from its configuration. verifiers' own function knows only two kinds."""
     if isinstance(config, TokenClientConfig):
-        return TokenClient(config)
+        return TokenClient()
     return _stock_resolve_client(config)
 
 

@@ -16,7 +16,7 @@ from verifiers.v1.graph import PendingTurn
 
 from verifiers_rl.envs.base import Turn
 from verifiers_rl.envs.chat_harness import IN_PROCESS
-from verifiers_rl.inference import RolloutSession, ServerClient
+from verifiers_rl.inference import RolloutSession
 
 if TYPE_CHECKING:
     from verifiers_rl.envs.v1 import V1Environment
@@ -103,19 +103,15 @@ class TokenClientConfig(vf.TrainClientConfig):
 class TokenClient(vf.Client):
     """Passes model calls from the endpoint to `vf-vllm`'s `/v1/chat/completions/tokens`."""
 
-    def __init__(self, config: TokenClientConfig) -> None:
-        self._http = ServerClient(f"{config.base_url}/v1", config._runner.options.timeout_s)
-
     async def get_response(
         self,
         dialect: Dialect,
         body: dict[str, Any],
         sampling: vf.SamplingConfig,
         session_id: str | None = None,
-        turn: PendingTurn | None = None,
+        turn: Any = None,  # verifiers' interception always has it
         headers: Mapping[str, str] | None = None,
     ) -> vf.Response:
-        assert turn is not None  # verifiers' interception always has it
         if not isinstance(dialect, ChatDialect):
             raise ProviderError(
                 f"{type(dialect).__name__}: only chat completions can be trained on; use a harness "
@@ -151,9 +147,8 @@ class TokenClient(vf.Client):
             if room < 1:
                 tokens = f"{len(prompt_ids)} tokens fill max_seq_len={max_seq_len}"
                 raise openai.OpenAIError(f"maximum context length: {tokens}")
-            reply = await self._http.of_rollout(episode._session).reply_to(
-                request, prompt_ids, is_first=not turn.prefix_node_ids
-            )
+            client = episode._runner.client.of_rollout(episode._session)
+            reply = await client.reply_to(request, prompt_ids, is_first=not turn.prefix_node_ids)
         except openai.OpenAIError as error:
             status = getattr(error, "status_code", 503)
             if CONTEXT in str(error):
@@ -171,9 +166,6 @@ class TokenClient(vf.Client):
         said = Said(turn, response.message, Turn(prompt_ids, reply))
         episode._said.setdefault(turn.trace.id, []).append(said)
         return response
-
-    async def close(self) -> None:
-        await self._http.close()
 
 
 def _prompt_ids(
