@@ -39,7 +39,7 @@ class Part:
     def sizes(self, split: Split) -> list[int]:
         """Return the sizes of this split, as far as it is used."""
         limit = self.given.eval_examples if split == "eval" else None
-        return [size if limit is None else min(size, limit) for size in self.runner.sizes(split)]
+        return [min(size, limit or size) for size in self.runner.sizes(split)]
 
 
 class Environments:
@@ -204,7 +204,7 @@ def make_runner(
                     raise NotPortableError(f"{type(runner).__name__} has no method `recipe`")
                 runner = WorkerEnvironment(runner, pools.setdefault(one.python, pool))
             except NotPortableError as error:
-                which = "environment" if one.name == "env" else f"environment {one.name!r}"
+                which = f"environment {one.name!r}"
                 if args.env_workers != "auto":
                     raise InvalidEnvironmentError(
                         f"{which}: env_workers={number}: {error}; or set env_workers=0"

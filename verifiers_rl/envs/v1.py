@@ -129,8 +129,8 @@ class V1Environment:
     def _take_tasks(self, of_evaluation: vf.Taskset | None) -> None:
         taskset, num_eval_tasks = self.taskset, self.options.num_eval_tasks
         self._num_held_out = 0  # tasks at the beginning of a stream
-        make_stream = partial(TaskStream, partial(self._iterate, taskset))
-        train: Any = list(self._iterate(taskset)) if taskset.bounded else make_stream()
+        iterate = partial(self._iterate, taskset)
+        train: Any = list(iterate()) if taskset.bounded else TaskStream(iterate)
         evaluated = train
         if of_evaluation is not None:
             stop = None if of_evaluation.bounded else num_eval_tasks
@@ -153,8 +153,8 @@ class V1Environment:
         if not train:
             raise InvalidEnvironmentError(f"it has no tasks{left_out}")
         num_eval = "also" if evaluated is train else len(evaluated)
-        which = "environment" if self.name == "env" else f"environment {self.name!r}"
-        self.description = f"{which}: {describe(self.env)}; {tasks}, {num_eval} for evaluations"
+        plays = f"environment {self.name!r}: {describe(self.env)}"
+        self.description = f"{plays}; {tasks}, {num_eval} for evaluations"
 
     def _iterate(self, taskset: Any) -> Iterator[vf.Task]:
         """Yield the taskset's tasks, without those whose first prompt is too long."""
