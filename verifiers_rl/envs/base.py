@@ -76,9 +76,9 @@ def needs_script(pickled: bytes) -> bool:
     """Return whether a pickle has a class or a function of the script that runs; a text that has
     `__main__` in it is none.
     """
-    if b"__main__" not in pickled:
-        return False
-    return any(argument == "__main__" for _, argument, _ in pickletools.genops(pickled))
+    return b"__main__" in pickled and any(
+        argument == "__main__" for _, argument, _ in pickletools.genops(pickled)
+    )
 
 
 def check_importable(script: Any) -> None:
@@ -108,12 +108,10 @@ def add_folders(*folders: Path) -> None:
     """Make the modules in these folders importable, first those of the first folder: here, and by
     PYTHONPATH in processes that are started from here, such as tool servers.
     """
-    for folder in map(str, reversed(folders)):
-        inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-        if folder not in inherited:
-            os.environ["PYTHONPATH"] = os.pathsep.join([folder, *inherited])
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
+    inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    for paths in (sys.path, inherited):
+        paths[:0] = [name for name in map(str, folders) if name not in paths]
+    os.environ["PYTHONPATH"] = os.pathsep.join(inherited)
     importlib.invalidate_caches()
 
 
@@ -160,13 +158,11 @@ def samples_from_turns(
         ValueError: the numbers of a turn's tokens and logprobs differ, or a logprob is no number.
     """
     chains: list[Any] = []  # for each sample, a list for each of its columns
-    for number, (prompt, reply, given) in enumerate(turns):
+    for prompt, reply, given in turns:
         sampled, new_logprobs = (values.tolist() for values in reply.sampled)
         num = len(sampled)
-        if num != len(new_logprobs):
-            raise ValueError(f"turn {number}: {num} tokens but {len(new_logprobs)} logprobs")
         # NaN would mean that no policy sampled the token, see below.
-        if not np.isfinite(np.asarray(new_logprobs, np.float32)).all():
+        if not np.isfinite(new_logprobs).all():
             raise ValueError(
                 "the server's logprob of a sampled token is NaN or infinite: its logits overflow; "
                 "use another dtype there"

@@ -42,8 +42,8 @@ def record_of_trace(trace: Any, said: Iterable[Any], policy_version: int) -> byt
         turns.append(
             {
                 "message": place_of.get(id(node)),
-                "begin_s": call.time.start - begin if call.time.start else None,
-                "end_s": call.time.end - begin if call.time.end else None,
+                "begin_s": call.time.start - begin,
+                "end_s": call.time.end - begin,
                 "num_prompt_tokens": len(turn.prompt_ids),
                 "num_sampled_tokens": len(turn.reply.sampled[0]),
                 "policy_version": versions_of_reply(turn.reply, policy_version)[-1][1],
