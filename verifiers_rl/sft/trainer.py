@@ -152,11 +152,10 @@ class SFTTrainer(RLTrainer):
                 args.chat_template_kwargs,
                 self._base_of(self.model).config.get_text_config().vocab_size,
             )
-            source.rows = tokens.of_rows(train_dataset, "for training", print)
+            source.rows = tokens.of_rows(train_dataset, "for training")
             ends = tokens.end_tokens(source.rows)
             if eval_dataset is not None:
-                held_out = tokens.of_rows(eval_dataset, "for evaluations", print)
-                self._held_out = make_samples(held_out)
+                self._held_out = make_samples(tokens.of_rows(eval_dataset, "for evaluations"))
         found = broadcast_outcome({"num_rows": len(source.rows), "ends": ends})
         self._steps_per_epoch = math.ceil(found["num_rows"] / args.batch_size)
         if args.max_steps == -1:
