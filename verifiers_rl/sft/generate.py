@@ -106,7 +106,7 @@ def main(argv: list[str]) -> int:
         # Not in this thread, where a signal would raise its SystemExit in a task.
         thread = LoopThread("generating")
         try:
-            thread.run(_write(options, args.max_concurrent, players)).result()
+            thread.run(_write(options, players)).result()
         finally:
             thread.stop(partial(asyncio.sleep, 0))
     except (GenerationError, InferenceServerError, InvalidEnvironmentError, WritingError) as error:
@@ -237,9 +237,7 @@ def sampling_of(args: Any, is_vllm: bool) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value != neutral[name]}
 
 
-async def _write(
-    options: argparse.Namespace, max_concurrent: int, players: Sequence[PlayedEnvironment]
-) -> None:
+async def _write(options: argparse.Namespace, players: Sequence[PlayedEnvironment]) -> None:
     """Write the rows of each environment. Without any there is no file."""
     options.output.parent.mkdir(parents=True, exist_ok=True)
 
@@ -249,9 +247,7 @@ async def _write(
 
     num_kept = 0
     for player in players:
-        num, said = await write_rows(player, options, max_concurrent, write)
-        num_kept += num
-        print(f"vf-rl generate: {player.name}: {said}", flush=True)
+        num_kept += await write_rows(player, options, write)
     if not num_kept:
         raise GenerationError(
             f"--min-reward {options.min_reward:g}: no rollout reached it and ended by itself, so "
@@ -263,14 +259,14 @@ async def _write(
 async def write_rows(
     player: PlayedEnvironment,
     options: argparse.Namespace,
-    num_at_once: int,
     write: Callable[[dict[str, Any]], None],
-) -> tuple[int, str]:
+) -> int:
     """Play the first `examples` (None: all) of a split `rollouts` times each, and write each row
-    that no limit cut and that has at least `min_reward`, as soon as its rollout has ended.
+    that no limit cut and that has at least `min_reward`, as soon as its rollout has ended. Print
+    what became of the rollouts.
 
     Returns:
-        The number of rows, and what became of the rollouts, for people.
+        The number of rows.
 
     Raises:
         GenerationError: all examples of a stream are requested, or no rollout succeeds.
@@ -307,7 +303,8 @@ async def write_rows(
 
     await player.open()
     try:
-        await gather_or_cancel(play_next() for _ in range(min(num_at_once, total)))
+        num_at_once = min(player.options.max_concurrent, total)
+        await gather_or_cancel(play_next() for _ in range(num_at_once))
     finally:
         await player.close()
     said = f"{num['written']} of {len(rewards) + len(errors)} rollouts written"
@@ -316,4 +313,5 @@ async def write_rows(
         said += f"; {num['cut']} left out, because a length limit cut a turn"
     if errors:
         said += f"; {len(errors)} failed, the first by {errors[0]}"
-    return num["written"], said
+    print(f"vf-rl generate: {player.name}: {said}", flush=True)
+    return num["written"]
