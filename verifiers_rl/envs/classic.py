@@ -127,8 +127,7 @@ class ClassicEnvironment:
             http = self._http.of_rollout(session)
             extends = self._client_type != "openai_chat_completions"
             client = _Client(http, self._renderer, self.options.max_seq_len, extends)
-            sampling = {**request.sampling_args}
-            start, states[number] = time.monotonic(), None
+            sampling, start = {**request.sampling_args}, time.monotonic()
             try:
                 async with session.limited(request.timeout_s):
                     playing = self.env.rollout(row, client, request.model, sampling)

@@ -164,12 +164,12 @@ class DatasetEnvironment(V1Environment):
                 body = {**request.sampling_args, "model": request.model}
                 body |= body.pop("extra_body", {})
                 prompt_ids = self.renderer.render(prompt, **body.pop("chat_template_kwargs", {}))
-                limit, max_tokens = self.options.max_seq_len, body.get("max_tokens")
+                limit = self.options.max_seq_len
                 if (room := limit - len(prompt_ids)) < 1:
                     raise ValueError(
                         f"the prompt's {len(prompt_ids)} tokens fill max_seq_len={limit}"
                     )
-                body["max_tokens"] = min(max_tokens or room, room)
+                body["max_tokens"] = min(body.get("max_tokens") or room, room)
                 client = self.client.of_rollout(session)
                 reply = await client.reply_to(body, prompt_ids, is_first=True)
                 (choice,) = reply.completion["choices"]

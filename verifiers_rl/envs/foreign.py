@@ -88,7 +88,7 @@ class ForeignEnvironment:
         """The workers have the examples."""
 
 
-# --- In the worker ---------------------------------------------------------------------------------
+# --- In the worker --------------------------------------------------------------------------------
 
 
 def make_environment(recipe: Mapping[str, Any]) -> Any:

@@ -15,6 +15,7 @@ import itertools
 import pkgutil
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -107,7 +108,6 @@ def _resolve(table: dict[str, Any], taskset_table: str = "taskset") -> vf.EnvCon
         where = f"[{'.'.join(['env', *names])}]"
         if first["type"] == "extra_forbidden":
             # Without this key, verifiers makes the config that it was given for.
-            table = copy.deepcopy(table)
             given = table
             for part in path:
                 given = given.get(part, given)  # the path also has the names of types
@@ -131,7 +131,7 @@ def _describe_missing(error: ModuleNotFoundError, folders: tuple[Path, ...]) -> 
     said = str(error).split(". ")[0]  # "taskset 'x' not found (tried to import 'x')"
     _, plugin_id, *_ = [*said.split("'"), ""]
     own = [f"{vf.__path__[0]}/{kind}" for kind in ("tasksets", "envs", "harnesses")]
-    known = [module.name for module in (*pkgutil.iter_modules(), *pkgutil.iter_modules(own))]
+    known = [module.name for module in pkgutil.iter_modules([*sys.path, *own])]
     hint = ""
     if module_name(plugin_id) not in known:  # else it imports what is missing
         hint = did_you_mean(plugin_id, known)
@@ -301,10 +301,9 @@ class TaskStream:
     """
 
     def __init__(self, iterate: Callable[[], Iterator[vf.Task]]) -> None:
-        self._iterate = iterate
-        self._tasks: Iterator[vf.Task] = iter(())
-        self._next = ENDLESS  # position of the next task from `_tasks`
-        self._kept: dict[int, vf.Task] = {}
+        self._iterate, self._tasks = iterate, iterate()
+        self._num_made = 0  # by `_tasks`
+        self._kept = deque[vf.Task](maxlen=NUM_KEPT)  # the last ones of these
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -313,16 +312,16 @@ class TaskStream:
     def __getitem__(self, position: int) -> vf.Task:
         """Return one task. Raises InvalidEnvironmentError if the stream ends before it."""
         with self._lock:
-            if position not in self._kept and position < self._next:
-                self._tasks, self._next = self._iterate(), 0
-            while position not in self._kept:
+            if position < self._num_made - len(self._kept):
+                self._tasks, self._num_made = self._iterate(), 0
+                self._kept.clear()
+            while position >= self._num_made:
                 try:
-                    self._kept[self._next] = next(self._tasks)
+                    self._kept.append(next(self._tasks))
                 except StopIteration:
                     raise InvalidEnvironmentError(
-                        f"the taskset says that it is infinite and ended after {self._next} tasks"
+                        f"the taskset says that it is infinite and ended after {self._num_made} "
+                        "tasks"
                     ) from None
-                self._next += 1
-                if len(self._kept) > NUM_KEPT:
-                    del self._kept[next(iter(self._kept))]
-            return self._kept[position]
+                self._num_made += 1
+            return self._kept[position - self._num_made]

@@ -32,6 +32,7 @@ from verifiers_rl.cli.plan import check_trainer_options, plan_servers, split_gpu
 from verifiers_rl.cli.supervise import LOGS, ThisMachine, supervise
 from verifiers_rl.config import SAMPLING_OF_ONE_ENV, RLConfig, default_options
 from verifiers_rl.data import ENDLESS, describe_error
+from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
 from verifiers_rl.inference.client import InferenceClient, InferenceServerError, generation_key
 from verifiers_rl.json_text import as_json
 from verifiers_rl.process.loop_thread import LoopThread, gather_or_cancel, run_contained
@@ -77,8 +78,6 @@ def main(argv: list[str]) -> int:
     Raises:
         TomlError: the configuration cannot be used.
     """
-    from verifiers_rl.envs.base import InvalidEnvironmentError
-
     parser = argparse.ArgumentParser(
         prog="vf-rl generate", usage=USAGE, description=__doc__, **PARSER
     )
@@ -195,7 +194,6 @@ def make_players(
         InvalidEnvironmentError: one of them cannot be played.
         GenerationError: there is none.
     """
-    from verifiers_rl.envs.base import RunnerOptions
     from verifiers_rl.envs.played import PlayedEnvironment
 
     made = []

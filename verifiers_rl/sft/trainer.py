@@ -245,12 +245,15 @@ class SFTTrainer(RLTrainer):
 
 def make_samples(rows: Sequence[Sequence[Tokens]]) -> list[Sample]:
     """Return the samples of some rows. Those of one row are of one rollout and group."""
-    samples = []
-    for number, row in enumerate(rows):
-        for token_ids, loss_mask in row:
-            # NaN: no policy sampled these tokens.
-            logprobs, versions = np.where(loss_mask, np.nan, 0), np.full(len(token_ids), -1)
-            sample = Sample(token_ids, loss_mask, logprobs, versions)
-            sample.rollout_id = sample.group_id = number
-            samples.append(sample)
-    return samples
+    return [
+        Sample(
+            token_ids,
+            loss_mask,
+            np.where(loss_mask, np.nan, 0),  # no policy sampled these tokens
+            np.full(len(token_ids), -1),
+            rollout_id=number,
+            group_id=number,
+        )
+        for number, row in enumerate(rows)
+        for token_ids, loss_mask in row
+    ]
