@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pydantic.dataclasses
 
-from verifiers_rl.envs.records import versions_of_reply
 from verifiers_rl.inference import allowed_tokens
 from verifiers_rl.option_rules import STRICT, PositiveInt, PositiveNumber
 from verifiers_rl.types import (
@@ -177,7 +176,8 @@ def samples_from_turns(
         in_loss += [trains_added] * num_added + [True] * num
         # NaN: no policy sampled these. The trainer's logprob is used, so ratio 1.
         logprobs += [math.nan if trains_added else 0.0] * num_added + new_logprobs
-        starts, own = np.array(versions_of_reply(reply, policy_version), np.int32).T
+        spans = reply.policy_versions or [(0, policy_version)]
+        starts, own = np.array(spans, np.int32).T
         versions += [-1] * num_added + np.repeat(own, np.diff(starts, append=num)).tolist()
         advantages += [0.0] * num_added + (given or [0.0] * num)
         allowed = allowed_tokens(*reply.mask) if reply.mask else None

@@ -17,7 +17,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -75,11 +75,8 @@ class ForeignEnvironment:
             (facts,) = thread.run(pool.open()).result()
         finally:
             thread.stop(pool.close)
-        self._sizes: dict[Split, list[int]] = facts["sizes"]
+        self.sizes: Callable[[Split], list[int]] = facts["sizes"].get
         self.description: str = facts["description"]
-
-    def sizes(self, split: Split) -> list[int]:
-        return self._sizes[split]
 
     def recipe(self) -> dict[str, Any]:
         return self._recipe

@@ -181,9 +181,9 @@ def make_runner(
             raise InvalidEnvironmentError(f"environment {one.name!r}, sampling: {error}") from error
         biased.add(", ".join(sampled.sampling_changes_probabilities()))
         options = RunnerOptions(
-            base_url=base_url,
-            tokenizer=tokenizer,
-            max_seq_len=args.max_seq_len,
+            base_url,
+            tokenizer,
+            args.max_seq_len,
             max_prompt_len=args.max_prompt_len,
             mask_env_responses=args.mask_env_responses,
             timeout_s=args.generation_timeout,
@@ -204,12 +204,13 @@ def make_runner(
                     raise NotPortableError(f"{type(runner).__name__} has no method `recipe`")
                 runner = WorkerEnvironment(runner, pools.setdefault(one.python, pool))
             except NotPortableError as error:
-                which = f"environment {one.name!r}"
                 if args.env_workers != "auto":
                     raise InvalidEnvironmentError(
-                        f"{which}: env_workers={number}: {error}; or set env_workers=0"
+                        f"environment {one.name!r}: env_workers={number}: {error}; or set "
+                        "env_workers=0"
                     ) from error
-                print(f"{which} runs in a thread of the trainer, which makes both slower: {error}")
+                where = "in a thread of the trainer, which makes both slower"
+                print(f"environment {one.name!r} runs {where}: {error}")
         if description := getattr(runner, "description", ""):
             print(description)
         sampling: dict[Split, dict[str, Any]] = {}

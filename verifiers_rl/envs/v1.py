@@ -12,6 +12,7 @@ the trainer's own tokenizer. So if each turn's messages extend those before, its
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import logging
 import sys
@@ -47,7 +48,6 @@ from verifiers_rl.envs.v1_loading import (
     environment_of,
     plays_in_our_chat_here,
     with_local_chat,
-    without_tasks,
 )
 from verifiers_rl.inference import RolloutSession, ServerClient
 from verifiers_rl.process.limits import FILES_OF_ROLLOUT, raise_open_files
@@ -207,7 +207,12 @@ class V1Environment:
             except NotPortableError as error:
                 raise NotPortableError(f"task {task.data.idx}: {error}") from error
         if self._given is self.taskset:
-            return partial(type(self), without_tasks(self.taskset), self.options, False)
+            # A view of a taskset chooses tasks by a closure, and no worker needs that: it gets the
+            # chosen tasks one by one.
+            bare = copy.copy(self.taskset)
+            for name in ("transform", "eval_taskset"):
+                vars(bare).pop(name, None)
+            return partial(type(self), bare, self.options, False)
         return partial(_make_again, type(self._given), self._given.config, self.options)
 
     # --- Episodes ---------------------------------------------------------------------------------

@@ -108,9 +108,9 @@ class TokenClient(vf.Client):
         dialect: Dialect,
         body: dict[str, Any],
         sampling: vf.SamplingConfig,
-        session_id: str | None = None,
-        turn: Any = None,  # verifiers' interception always has it
-        headers: Mapping[str, str] | None = None,
+        *,
+        turn: PendingTurn,
+        **_: Any,
     ) -> vf.Response:
         if not isinstance(dialect, ChatDialect):
             raise ProviderError(

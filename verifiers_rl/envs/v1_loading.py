@@ -279,16 +279,6 @@ def describe(env: vf.Env) -> str:
 # --- Tasks ----------------------------------------------------------------------------------------
 
 
-def without_tasks(taskset: vf.Taskset) -> vf.Taskset:
-    """Return a copy of a taskset that can be pickled. A view of a taskset chooses tasks by a
-    closure; whoever gets the copy gets the chosen tasks one by one.
-    """
-    bare = copy.copy(taskset)
-    for name in ("transform", "eval_taskset"):
-        vars(bare).pop(name, None)
-    return bare
-
-
 class TaskStream:
     """The tasks that an iterator yields without end, by their position.
 

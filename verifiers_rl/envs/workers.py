@@ -79,7 +79,8 @@ class WorkerLostError(RuntimeError):
 
 
 # --- Messages -------------------------------------------------------------------------------------
-# The sizes of the two parts behind it (two little-endian int64), JSON, bytes.
+# JSON on one line, which has the number of the bytes behind it, and these.
+LONGEST_LINE = 2**40  # bytes; a line is not cut
 
 
 def sender(writer: asyncio.StreamWriter | None = None) -> Callable[..., None]:
@@ -97,10 +98,10 @@ def sender(writer: asyncio.StreamWriter | None = None) -> Callable[..., None]:
         frames.clear()
 
     def send(content: bytes | np.ndarray = b"", /, **message: Any) -> None:
-        text = json.dumps(message).encode()
         if not frames:
             asyncio.get_running_loop().call_soon(flush)
-        frames.extend((np.array([len(text), len(content)], "<i8"), text, content))
+        line = json.dumps({**message, "size": len(content)}) + "\n"
+        frames.extend((line.encode(), content))
 
     return send
 
@@ -111,9 +112,8 @@ async def receive(reader: asyncio.StreamReader) -> tuple[dict[str, Any], bytes]:
     Raises:
         asyncio.IncompleteReadError: the other side has closed the connection.
     """
-    sizes = np.frombuffer(await reader.readexactly(16), "<i8").tolist()
-    text, content = [await reader.readexactly(size) for size in sizes]
-    return json.loads(text), content
+    message = json.loads(await reader.readuntil())
+    return message, await reader.readexactly(message.pop("size"))
 
 
 def pack_group(group: Sequence[Rollout]) -> tuple[dict[str, Any], np.ndarray]:
@@ -454,7 +454,7 @@ class Worker:
 # The worker's Python may have packages of its own, and this one not. So it gets the folder of this
 # package alone, not the folder in which the package lies, where all others are.
 _MAIN = """
-import importlib.util, json, socket, struct, sys
+import importlib.util, json, socket, sys
 descriptor, parent, package, hint = sys.argv[1:]
 sys.path[:] = [folder for folder in sys.path if folder]
 spec = importlib.util.spec_from_file_location("verifiers_rl", package)
@@ -466,9 +466,9 @@ try:
     from verifiers_rl.envs.foreign import make_environment
     from verifiers_rl.envs.workers import main
 except (ImportError, SyntaxError) as error:  # this Python is too old, or lacks packages
-    text = json.dumps({"problem": f"{error}; {hint}"}).encode()
+    line = json.dumps({"problem": f"{error}; {hint}", "size": 0}) + "\\n"
     with socket.socket(fileno=int(descriptor)) as connection:
-        connection.sendall(struct.pack("<qq", len(text), 0) + text)
+        connection.sendall(line.encode())
     sys.exit()
 main(int(descriptor), int(parent), make_environment)
 """
@@ -509,7 +509,7 @@ async def start_process(
         # A script may have put something else into sys.path or sys.argv, such as a Path.
         stdin.write(json.dumps(setup, default=str).encode())
         stdin.close()
-        return process, *await asyncio.open_connection(sock=connection)
+        return process, *await asyncio.open_connection(sock=connection, limit=LONGEST_LINE)
     except BaseException:  # it ends with the connection
         connection.close()
         raise
@@ -576,7 +576,7 @@ async def _serve(
     trainer's process ends it.
     """
     contain_tasks(asyncio.get_running_loop())
-    reader, writer = await asyncio.open_connection(sock=connection)
+    reader, writer = await asyncio.open_connection(sock=connection, limit=LONGEST_LINE)
     send = sender(writer)
     facts = []
     try:
