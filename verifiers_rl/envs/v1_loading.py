@@ -181,10 +181,10 @@ def _exported_beside(cls: type) -> list[type]:
     or by the package around that. A script exports nothing, so all that it defines count.
     """
     name = cls.__module__
-    own, around = sys.modules.get(name), sys.modules.get(name.partition(".")[0])
+    own, around = sys.modules[name], sys.modules[name.partition(".")[0]]
     ways = [[getattr(m, n, None) for n in getattr(m, "__all__", ())] for m in (own, around)]
-    defined = vars(own).items() if own else ()
-    ways.append([c for n, c in defined if n[0] != "_" and getattr(c, "__module__", "") == name])
+    defined = ((n, c) for n, c in vars(own).items() if getattr(c, "__module__", "") == name)
+    ways.append([c for n, c in defined if n[0] != "_"])
     exported = next((way for way in ways if cls in way), [])
     return [c for c in exported if isinstance(c, type) and issubclass(c, vf.Env | vf.Harness)]
 
@@ -211,7 +211,7 @@ def with_local_chat(env: vf.Env) -> vf.Env:
         is_unchosen = agent.harness is None and not taskset_has_one
         if is_unchosen or harness.id in ("null", IN_PROCESS):
             # Refuses what our chat has not, such as the compaction of verifiers 0.4.1's.
-            given = {} if is_unchosen else harness.model_dump(exclude_defaults=True)
+            given = harness.model_dump(exclude_defaults=True)
             update["harness"] = ChatHarnessConfig(**given | {"id": IN_PROCESS})
         loaded = loaders.harness_class(harness.id)
         is_harmless = bool(update) or not (loaded.EXECUTES_CODE or loaded.NEEDS_CONTAINER)
