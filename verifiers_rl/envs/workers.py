@@ -55,7 +55,7 @@ from verifiers_rl.envs.base import (
 )
 from verifiers_rl.inference import RolloutSession, SessionLostError
 from verifiers_rl.process import parent as parent_of_worker
-from verifiers_rl.process.loop_thread import contain_tasks, run_contained
+from verifiers_rl.process.loop_thread import cancel_all_others, contain_tasks, run_contained
 from verifiers_rl.process.terminal import print_all_characters
 from verifiers_rl.requests import GroupRequest, Progress
 from verifiers_rl.types import LOAD_S, Rollout, pack_samples, unpack_samples
@@ -626,12 +626,13 @@ async def _serve(
                 running[number][1].take_message(**message)
     except (EOFError, OSError):
         pass  # the trainer has closed its end, or is gone
-    tasks = [is_alive, *(task for task, _ in running.values())]
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    if not problem:
-        await asyncio.gather(*(runner.close() for runner in runners))
+    is_alive.cancel()
+
+    async def close() -> None:
+        if not problem:
+            await asyncio.gather(*(runner.close() for runner in runners))
+
+    await cancel_all_others(close)
 
 
 class _Places:
