@@ -141,21 +141,18 @@ class TokenClient(vf.Client):
             request["top_k"] = episode._sampling["top_k"]  # an agent has taken the limit away
         episode.warn_of_bias(turn.trace.agent.name, request)
         max_seq_len = episode._runner.options.max_seq_len
-        room = max_seq_len - len(prompt_ids)
+        if (room := max_seq_len - len(prompt_ids)) < 1:
+            # verifiers leaves it to the harness to end the trace then; for ours, this does.
+            if turn.trace.agent.config.harness.id == IN_PROCESS:
+                turn.trace.stop("context_length")
+            problem = f"maximum {CONTEXT}: {len(prompt_ids)} tokens fill max_seq_len={max_seq_len}"
+            raise ProviderError(problem, status_code=400)
         request["max_tokens"] = min(options.get("max_tokens") or room, room)
+        client = episode._runner.client.of_rollout(episode._session)
         try:
-            if room < 1:
-                tokens = f"{len(prompt_ids)} tokens fill max_seq_len={max_seq_len}"
-                raise openai.OpenAIError(f"maximum context length: {tokens}")
-            client = episode._runner.client.of_rollout(episode._session)
             reply = await client.reply_to(request, prompt_ids, is_first=not turn.prefix_node_ids)
         except openai.OpenAIError as error:
             status = getattr(error, "status_code", 503)
-            if CONTEXT in str(error):
-                status = 400
-                # verifiers leaves it to the harness to end the trace then; for ours, this does.
-                if turn.trace.agent.config.harness.id == IN_PROCESS:
-                    turn.trace.stop("context_length")
             raise ProviderError(str(error), status_code=status) from error
         response = dialect.parse_response(dialect.validate_response(reply.completion))
         response.raw = reply.completion
