@@ -10,7 +10,6 @@ places at the student's server back. So the student goes on generating meanwhile
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
 import logging
 import os
@@ -165,10 +164,8 @@ class Distillation:
             InferenceServerError: the teacher has another vocabulary.
         """
         self._options, self._example, problem = options, example, ""
-        plain = copy.copy(args)
-        plain.sampling_mask = False  # a teacher has no mask
         changed = ["temperature"] * (args.temperature != 1.0)
-        changed += plain.sampling_changes_probabilities() + ["sampling_mask"] * args.sampling_mask
+        changed += args.sampling_changes_probabilities() + ["sampling_mask"] * args.sampling_mask
         if changed:
             problem = f"teachers have temperature 1 without cuts; remove {', '.join(changed)}"
         elif self.hint and example is None:

@@ -194,7 +194,7 @@ def make_runner(
         )
         runner = _runner(one, options)
         if one.scorer is not None:
-            example = None if one.python else getattr(runner, "example", None)
+            example = getattr(runner, "example", None)  # another Python has none here
             one.scorer.connect(options, sampled, example)
         # Another Python has one worker at least.
         if number := count_workers(args.env_workers) or int(bool(one.python)):
