@@ -290,10 +290,11 @@ class _Client(OpenAIChatCompletionsClient):
     async def from_native_response(self, response: Any) -> Any:
         messages, prompt_ids, reply = response
         completion = ChatCompletion.model_validate(reply.completion)
-        parsed, (choice,) = await super().from_native_response(completion), completion.choices
-        if choice.finish_reason != "length":  # what ends the reply is among its tokens
-            said = [*messages, reply.completion["choices"][0]["message"]]
-            self._turns.append(([*map(_plain, said)], prompt_ids + reply.sampled[0].tolist()))
+        parsed = await super().from_native_response(completion)
+        (choice,) = reply.completion["choices"]
+        if choice["finish_reason"] != "length":  # what ends the reply is among its tokens
+            said = [*map(_plain, [*messages, choice["message"]])]
+            self._turns.append((said, prompt_ids + reply.sampled[0].tolist()))
         parsed.turn, message = Turn(prompt_ids, reply), parsed.message
         if message.content is None and not message.tool_calls:
             message.content = ""
