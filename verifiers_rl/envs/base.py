@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import logging
 import math
 import os
 import pickle
@@ -38,7 +37,6 @@ from verifiers_rl.types import (
     join_column,
 )
 
-logger = logging.getLogger(__name__)
 # For errors. A classic environment gets the last verifiers that has those, and what works with it.
 HOW_TO_MAKE_PYTHON = (
     "make a Python of 3.11 or later for it: `uv venv NAME && uv pip install --python NAME "

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import reprlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -124,7 +123,7 @@ class ExampleTaskset(vf.Taskset[ExampleTask, vf.TasksetConfig]):
                 data = vf.TaskData(idx=number, prompt=prompt, system_prompt=system_prompt)
             except ValidationError as error:
                 raise InvalidEnvironmentError(
-                    f"{what}, row {number}: prompt={reprlib.repr(row['prompt'])} is neither a "
+                    f"{what}, row {number}: prompt={row['prompt']!r:.80} is neither a "
                     'string nor a list of messages like {"role": "user", "content": "..."}: '
                     f"{error.errors()[0]['msg']}"
                 ) from error

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import itertools
 import pkgutil
 import sys
 import threading
@@ -143,8 +142,6 @@ def _describe_missing(error: ModuleNotFoundError, folders: tuple[Path, ...]) -> 
 
 # --- From a taskset -------------------------------------------------------------------------------
 
-_numbers = itertools.count(1)
-
 
 def environment_of(taskset: vf.Taskset) -> vf.Env:
     """Make the environment that plays this taskset object: the environment that the taskset's
@@ -167,7 +164,7 @@ def environment_of(taskset: vf.Taskset) -> vf.Env:
         )
     others = _exported_beside(cls)
     given = type(cls.__name__, (cls,), {"__new__": lambda _, config: taskset})
-    module = ModuleType(f"verifiers_rl_given_{next(_numbers)}")
+    module = ModuleType(f"verifiers_rl_given_{id(taskset)}")
     exported = {f"{number}": c for number, c in enumerate([given, *others])}
     vars(module).update(exported, __all__=list(exported))
     sys.modules[module.__name__] = module
