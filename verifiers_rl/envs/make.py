@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from verifiers_rl.envs.base import (
@@ -34,7 +34,7 @@ class Part:
 
     given: WeightedEnv
     runner: EnvRunner
-    sampling: Mapping[Split, dict[str, Any]] = field(default_factory=dict)
+    sampling: Mapping[Split, dict[str, Any]]
 
     def sizes(self, split: Split) -> list[int]:
         """Return the sizes of this split, as far as it is used."""

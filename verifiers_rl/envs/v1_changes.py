@@ -83,11 +83,11 @@ class _LazyRuntime(_Runtime):
         del self.workdir  # the None of its constructor
 
     def cleanup(self) -> None:
-        vars(self).setdefault("workdir", None)  # nothing has used it, so there is none to remove
+        self.__dict__.setdefault("workdir", None)  # nothing has used it, so there is none to remove
         super().cleanup()
 
     async def teardown(self) -> None:
-        vars(self).setdefault("workdir", None)
+        self.__dict__.setdefault("workdir", None)
         await super().teardown()
 
 

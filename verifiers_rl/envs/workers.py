@@ -120,8 +120,7 @@ def pack_group(group: Sequence[Rollout]) -> tuple[dict[str, Any], np.ndarray]:
     """Return rollouts in a form for `sender`: their samples are the bytes. An error becomes its
     description and its traceback, because its class may be known to this process only.
     """
-    samples = [sample for rollout in group for sample in rollout.samples]
-    message, content = pack_samples(samples)
+    message, content = pack_samples([sample for rollout in group for sample in rollout.samples])
     rollouts = []
     for rollout in group:
         packed = {field.name: getattr(rollout, field.name) for field in fields(rollout)}
