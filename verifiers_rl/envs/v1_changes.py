@@ -75,7 +75,7 @@ class _LazyRuntime(_Runtime):
     @cached_property
     def workdir(self) -> Path:
         folder = Path(self.info.id)
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)  # threads may use it first at the same time
         return folder
 
     async def start(self) -> None:
