@@ -183,11 +183,11 @@ class Distillation:
 
     async def open(self) -> None:
         """Raises InferenceServerError if the variable of the teacher's key is not set."""
-        host, headers = urlsplit(self._model.base_url).hostname, self._model.headers()
+        host = urlsplit(self._model.base_url).hostname
         self._places = asyncio.Semaphore(self._model.max_concurrent)
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3),  # the server's is 5
-            headers=headers,
+            headers=self._model.headers(),
             trust_env=host not in LOOPBACK,  # a proxy for the internet is not for this machine
             timeout=aiohttp.ClientTimeout(self._model.timeout_s / 2),  # an answer may get lost once
         )

@@ -76,7 +76,7 @@ class ClassicEnvironment:
                 f"environment {self.name!r}: the renderers package does not take "
                 "chat_template_kwargs; choose another client_type"
             )
-        self.weights, self.description, self.num_overlong_prompts = [1.0], "", 0
+        self.weights, self.description = [1.0], ""
         raise_open_files(FILES_OF_ROLLOUT * options.max_concurrent)
         env.set_max_seq_len(options.max_seq_len)
         _keep_reward_errors(env.rubric)
@@ -84,7 +84,7 @@ class ClassicEnvironment:
             splits = {"train": env.get_dataset(), "eval": env.get_eval_dataset()}
             self._examples = {name: self._without_overlong(split) for name, split in splits.items()}
             if not len(self._examples["train"]):
-                raise ValueError(f"no example; {self.num_overlong_prompts} had overlong prompts")
+                raise ValueError(f"no example; {len(splits['train'])} had overlong prompts")
         except (ValueError, IndexError) as error:
             raise InvalidEnvironmentError(f"environment {self.name!r}: data: {error}") from error
 
@@ -97,7 +97,6 @@ class ClassicEnvironment:
         template, prompts = options.chat_template_kwargs, dataset["prompt"]
         kept = [i for i, prompt in enumerate(prompts) if not is_longer(prompt, limit, **template)]
         if num_left_out := len(prompts) - len(kept):
-            self.num_overlong_prompts += num_left_out
             logger.warning("%d %s left out", num_left_out, options.why_overlong)
         return dataset.select(kept)
 
@@ -108,8 +107,7 @@ class ClassicEnvironment:
     async def open(self) -> None:
         """Make the connections, on the event loop that will use them."""
         self._http = ServerClient(f"{self.options.base_url}/v1", self.options.timeout_s)
-        is_by_package = self._client_type == "renderer"
-        make_renderer = _RendererOfPackage if is_by_package else Renderer
+        make_renderer = _RendererOfPackage if self._client_type == "renderer" else Renderer
         self._renderer = make_renderer(self.options.tokenizer)
         self.close = self._http.close
 

@@ -237,7 +237,7 @@ def env_from(
     functions = reward_fn if isinstance(reward_fn, list | tuple) else [reward_fn]
     if not functions or not all(map(callable, functions)):
         raise InvalidEnvironmentError(f"env_from: reward_fn={reward_fn!r} is no function")
-    names = [_name_of(function) for function in functions]
+    names = [*map(_name_of, functions)]
     numbers = np.array([1.0] * len(names) if weights is None else weights)
     if (
         numbers.shape != (len(names),)

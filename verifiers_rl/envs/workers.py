@@ -148,8 +148,10 @@ def unpack_group(message: dict[str, Any], content: bytes) -> list[Rollout]:
 
 def failed_group(request: GroupRequest, error: Exception) -> list[Rollout]:
     """Return what becomes of a group that could not be run."""
-    prompt = f"example {request.index}"
-    return [Rollout(request.index, prompt, error=error) for _ in range(request.num_rollouts)]
+    return [
+        Rollout(request.index, f"example {request.index}", error=error)
+        for _ in range(request.num_rollouts)
+    ]
 
 
 # --- In the trainer's process ---------------------------------------------------------------------

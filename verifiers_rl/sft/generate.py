@@ -162,8 +162,7 @@ def _endpoint(options: argparse.Namespace, args: Any) -> Endpoint:
         return Endpoint(url, model, options.api_key_var or KEY_VARIABLE)
     if len(args.vllm_servers or ()) > 1:
         print(f"vf-rl generate: of vllm_servers, only {args.vllm_servers[0]} answers")
-    host, port = args.servers()[0]
-    client = InferenceClient(host, port)
+    client = InferenceClient(*args.servers()[0])
     status = ServerPool([client], timeout_s=args.vllm_server_timeout).wait_until_ready()
     os.environ[KEY_VARIABLE] = generation_key(client.base_url)
     return Endpoint(f"{client.base_url}/v1", status["served_model_name"], is_vllm=True)
