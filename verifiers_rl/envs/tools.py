@@ -212,9 +212,13 @@ class Tools:
 
         # As mcp makes it, but without reading the TLS certificates where none are needed, which
         # took half of a rollout's time. The harness's own deadline is earlier than this one.
-        is_tls, timeout_s = url.startswith("https:"), self._timeout_s + 30.0
-        made = httpx2.AsyncClient(verify=is_tls, timeout=timeout_s, follow_redirects=True)
-        http = await stack.enter_async_context(made)
+        http = await stack.enter_async_context(
+            httpx2.AsyncClient(
+                verify=url.startswith("https:"),
+                timeout=self._timeout_s + 30.0,
+                follow_redirects=True,
+            )
+        )
         transport = streamable_http_client(url, http_client=http)
         return await stack.enter_async_context(Client(transport, mode="legacy"))
 

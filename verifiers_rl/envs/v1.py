@@ -142,10 +142,8 @@ class V1Environment:
         if not taskset.bounded:
             train[self._num_held_out]  # raises if there is none
             tasks = "a stream of tasks, in its order"
-        self._tasks: dict[Split, Any] = {
-            "train": train,
-            "eval": evaluated,
-        }  # lists, or a `TaskStream`
+        # Lists, or a `TaskStream`.
+        self._tasks: dict[Split, Any] = {"train": train, "eval": evaluated}
         left_out = ""
         if num := self.num_overlong_prompts:
             left_out = f"; {num} {self.options.why_overlong}"

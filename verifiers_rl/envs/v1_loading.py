@@ -307,8 +307,7 @@ class TaskStream:
                     self._kept.append(next(self._tasks))
                 except StopIteration:
                     raise InvalidEnvironmentError(
-                        f"the taskset says that it is infinite and ended after {self._num_made} "
-                        "tasks"
+                        f"the taskset is said to be infinite and ended after {self._num_made} tasks"
                     ) from None
                 self._num_made += 1
             return self._kept[position - self._num_made]
