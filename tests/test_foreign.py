@@ -12,7 +12,7 @@ from verifiers_rl import RLConfig, WeightedEnv
 from verifiers_rl.cli.config import load_run_config
 from verifiers_rl.cli.resolved import resolved_text
 from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
-from verifiers_rl.envs.foreign import ForeignEnvironment
+from verifiers_rl.envs.made_there import ForeignEnvironment
 from verifiers_rl.envs.make import make_runner
 
 # `make classic` makes it; `make test` does so by itself.
@@ -28,7 +28,7 @@ def test_a_worker_loads_no_torch_and_no_vllm():
         "        if name.partition('.')[0] in ('torch', 'vllm', 'peft', 'datasets'):\n"
         "            raise ImportError(f'{name} is not for a worker')\n"
         "sys.meta_path.insert(0, Blocker())\n"
-        "import verifiers_rl.envs.workers, verifiers_rl.envs.foreign, verifiers_rl.envs.v1\n"
+        "import verifiers_rl.envs.workers, verifiers_rl.envs.made_there, verifiers_rl.envs.v1\n"
         "import verifiers_rl.envs.chat_harness, verifiers_rl.envs.dataset\n"
         "assert 'transformers' not in sys.modules\n"
     )

@@ -17,7 +17,7 @@ from tests.serving import chat_reply, serving
 from verifiers_rl.data import describe_error
 from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions, Turn, samples_from_turns
 from verifiers_rl.envs.classic import CLIENT_TYPES, ClassicEnvironment
-from verifiers_rl.envs.foreign import make_environment
+from verifiers_rl.envs.made_there import make_environment
 from verifiers_rl.inference.packed_tokens import pack_sampled, unpack_ids
 from verifiers_rl.process.loop_thread import contain_tasks
 from verifiers_rl.requests import GroupRequest, Places

@@ -4,7 +4,7 @@ v1.py       `verifiers.v1`: tasksets, agents, episodes; v1_loading.py makes them
             their model calls to the server
 agents.py   agents that exist already, programs and functions, play them; a leaf
 workers.py  environments in processes of their own
-foreign.py  environments that another Python makes, in workers of their own
+foreign.py  environments that another Python makes, in workers of their own, by made_there.py
 classic.py  `verifiers.Environment`, up to verifiers 0.3, in such a worker
 make.py     chooses the kind for what a user passes as `env`, and mixes several
 """

@@ -2,7 +2,7 @@
 environment finds the older verifiers that it needs, and others find packages that exclude ours.
 
 trainer's process                                rollout worker, in the other Python
-ForeignEnvironment ── its table, as JSON ──►     make_environment, with its examples
+ForeignEnvironment ── its table, as JSON ──►     made_there.make_environment, with its examples
                    ◄── how many, ... ──────
                    ── request ─────────────►     rollouts, as in any worker
 
@@ -11,20 +11,15 @@ The other Python needs neither this package, which comes from the trainer's, nor
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
 import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions, add_folders
+from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
 from verifiers_rl.envs.workers import WorkerPool
 from verifiers_rl.process.loop_thread import LoopThread
 from verifiers_rl.types import Split
@@ -83,41 +78,3 @@ class ForeignEnvironment:
 
     async def task(self, split: Split, index: int) -> None:
         """The workers have the examples."""
-
-
-# --- In the worker --------------------------------------------------------------------------------
-
-
-def make_environment(recipe: Mapping[str, Any]) -> Any:
-    """Make the `EnvRunner` of a `ForeignEnvironment`'s recipe, with its examples. It is a classic
-    one if the verifiers of this Python has those.
-
-    Raises:
-        InvalidEnvironmentError: it cannot be made here.
-        Exception: whatever the loading of a classic one raises.
-    """
-    options, table, folders = RunnerOptions(**recipe["options"]), recipe["table"], recipe["folders"]
-    if options.tokenizer is not None:
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no torch
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
-        tokenizer.name_or_path = recipe["model"]  # the `renderers` package knows models by it
-        options = replace(options, tokenizer=tokenizer)
-    if find_spec("verifiers.legacy") is None:
-        from verifiers_rl.envs.v1 import V1Environment
-        from verifiers_rl.envs.v1_loading import load_v1_environment
-
-        return V1Environment(load_v1_environment(table, *folders), options)
-    if unknown := sorted(table.keys() - {"id", "args", "client_type"}):
-        raise InvalidEnvironmentError(
-            f"unknown keys: {', '.join(unknown)}; a classic environment has id, args (of its "
-            "load_environment) and client_type, and a taskset needs verifiers 0.4 or later; this "
-            f"Python has {version('verifiers')}"
-        )
-    from verifiers_rl.envs.classic import CLIENT_TYPES, ClassicEnvironment
-
-    add_folders(*folders)
-    verifiers: Any = importlib.import_module("verifiers")
-    env = verifiers.load_environment(table["id"].split("@", 1)[0], **table.get("args", {}))
-    return ClassicEnvironment(env, options, table.get("client_type", CLIENT_TYPES[0]))

@@ -174,7 +174,7 @@ class WorkerEnvironment:
 
             recipe()                    how to make in a worker what runs its tasks: a function
                                         without arguments that can be pickled, or a dict of JSON for
-                                        `foreign.make_environment`. It may raise NotPortableError
+                                        `made_there.make_environment`. It may raise NotPortableError
             async task(split, index)    an example, which is pickled for `run_task` of what the
                                         recipe makes; None: the workers have the examples, and
                                         `run_group` is called
@@ -464,7 +464,7 @@ try:
     if importlib.util.find_spec("verifiers") is None:
         raise ImportError("No module named 'verifiers'")
     spec.loader.exec_module(module)
-    from verifiers_rl.envs.foreign import make_environment
+    from verifiers_rl.envs.made_there import make_environment
     from verifiers_rl.envs.workers import main
 except (ImportError, SyntaxError) as error:  # this Python is too old, or lacks packages
     line = json.dumps({"problem": f"{error}; {hint}", "size": 0}) + "\\n"
