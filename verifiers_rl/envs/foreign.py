@@ -71,7 +71,7 @@ class ForeignEnvironment:
         finally:
             thread.stop(pool.close)
         self.sizes: Callable[[Split], list[int]] = facts["sizes"].get
-        self.description: str = facts["description"]
+        self.description = facts["description"]
 
     def recipe(self) -> dict[str, Any]:
         return self._recipe

@@ -145,8 +145,10 @@ class TokenClient(vf.Client):
             # verifiers leaves it to the harness to end the trace then; for ours, this does.
             if turn.trace.agent.config.harness.id == IN_PROCESS:
                 turn.trace.stop("context_length")
-            problem = f"maximum {CONTEXT}: {len(prompt_ids)} tokens fill max_seq_len={max_seq_len}"
-            raise ProviderError(problem, status_code=400)
+            raise ProviderError(
+                f"maximum {CONTEXT}: {len(prompt_ids)} tokens fill max_seq_len={max_seq_len}",
+                status_code=400,
+            )
         request["max_tokens"] = min(options.get("max_tokens") or room, room)
         client = episode._runner.client.of_rollout(episode._session)
         try:

@@ -226,8 +226,11 @@ def sampling_of(args: Any, is_vllm: bool) -> dict[str, Any]:
             generation_config.json says: all of them, as a rollout of a run has them. Otherwise
             those that are set, because not every endpoint knows all.
     """
-    names = ("temperature", *SAMPLING_OF_ONE_ENV)
-    options = {name: value for name in names if (value := getattr(args, name)) is not None}
+    options = {
+        name: value
+        for name in ("temperature", *SAMPLING_OF_ONE_ENV)
+        if (value := getattr(args, name)) is not None
+    }
     if is_vllm:
         return {"top_k": -1, **options}
     neutral = default_options(RLConfig) | {"temperature": None}
