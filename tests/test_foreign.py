@@ -12,7 +12,7 @@ from verifiers_rl import RLConfig, WeightedEnv
 from verifiers_rl.cli.config import load_run_config
 from verifiers_rl.cli.resolved import resolved_text
 from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
-from verifiers_rl.envs.made_there import ForeignEnvironment
+from verifiers_rl.envs.foreign import ForeignEnvironment
 from verifiers_rl.envs.make import make_runner
 
 # `make classic` makes it; `make test` does so by itself.
