@@ -227,17 +227,17 @@ def test_a_tokenizer_that_joins_the_turn_with_its_beginning_gives_what_a_model_w
     assert vocab["ĊĊ"] not in ids and tokenizer.decode(ids[mask]) == "\nb"
 
 
-def of_rows(rows, template=None, say=print, **options):
-    return Tokenization(make_tokenizer(template), **options).of_rows(rows, "some", say)
+def of_rows(rows, template=None, **options):
+    return Tokenization(make_tokenizer(template), **options).of_rows(rows, "some")
 
 
-def test_rows_are_cut_counted_and_left_out():
-    lines = []
+def test_rows_are_cut_counted_and_left_out(capsys):
     rows = [{"messages": chat("a", "b")}, {"messages": chat("ab", "cdefghi")},
             {"messages": chat("abcdefgh", "b")}, {"messages": chat("a")}]  # fmt: skip
-    result = of_rows(rows, say=lines.append, max_seq_len=9)
+    result = of_rows(rows, max_seq_len=9)
     assert [[len(ids) for ids, _ in row] for row in result] == [[6], [9]]
-    of_rows([{"messages": chat("a", "b")}], GLM, say=lines.append)
+    of_rows([{"messages": chat("a", "b")}], GLM)
+    lines = capsys.readouterr().out.splitlines()
     said = "2 rows with 15 tokens, 6 of them in the loss; 2 cut at max_seq_len; 2 left out"
     assert said in lines[0] and "; 1 with a turn that no special token ends" in lines[1]
 

@@ -219,7 +219,7 @@ def test_the_teachers_advantages_equal_those_worked_out_by_hand():
 def taught(runner, distillation, url="http://127.0.0.1:1", tokenizer=None, example=None):
     """The runner, whose training rollouts are scored."""
     connected(distillation, url, tokenizer, example)
-    return Part(WeightedEnv(runner, "taught", scorer=distillation), runner)
+    return Part(WeightedEnv(runner, "taught", scorer=distillation), runner, {})
 
 
 def generate(make_orchestrator, algorithm, runner=None, **options):
@@ -378,7 +378,7 @@ def test_a_scorer_of_evaluations_is_refused():
 def test_a_distillation_has_one_environment():
     """It has the examples of that one, which a hint names."""
     one, runner = Distillation(TEACHER), StubRunner()
-    parts = [Part(WeightedEnv(runner, name, scorer=one), runner) for name in "ab"]
+    parts = [Part(WeightedEnv(runner, name, scorer=one), runner, {}) for name in "ab"]
     with pytest.raises(InvalidEnvironmentError, match=r"one scorer, .* given to two environments"):
         Environments(parts)
 
@@ -386,7 +386,8 @@ def test_a_distillation_has_one_environment():
 def test_a_group_may_wait_for_the_slowest_teacher():
     slow = Distillation(Teacher("t", "http://host", timeout_s=400))
     scorers, runner = {"a": None, "b": Distillation(TEACHER), "c": slow}, StubRunner()
-    parts = [Part(WeightedEnv(runner, name, scorer=one), runner) for name, one in scorers.items()]
+    weighted = [WeightedEnv(runner, name, scorer=one) for name, one in scorers.items()]
+    parts = [Part(one, runner, {}) for one in weighted]
     assert Environments(parts).scoring_timeout_s == 400
 
 

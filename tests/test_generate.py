@@ -127,14 +127,14 @@ def test_requests_to_our_server_have_all_sampling_options():
     assert sampling_of(args, False) == {"temperature": 0.7, **given}
 
 
-def made_of(play, num):
+def made_of(play, num, num_at_once):
     """An environment of this many examples, each played by `await play("train", number)`."""
 
     async def nothing(): ...
 
-    return SimpleNamespace(
-        name="played", sizes=lambda split: [num], play=play, open=nothing, close=nothing
-    )
+    options = SimpleNamespace(max_concurrent=num_at_once)
+    members = {"name": "played", "options": options, "sizes": lambda split: [num], "play": play}
+    return SimpleNamespace(**members, open=nothing, close=nothing)
 
 
 ASKED = argparse.Namespace(split="train", examples=None, rollouts=1, min_reward=0.0)
@@ -157,7 +157,7 @@ def test_replies_that_the_tasks_own_prompt_has_are_written_as_prompt():
         async with serving(reply) as url:
             envs, at = [WeightedEnv(env, "it")], Endpoint(f"{url}/v1", "m", "KEY")
             (made,) = make_players(envs, RLConfig(use_cpu=True), at)
-            await write_rows(made, ASKED, 1, written.append)
+            await write_rows(made, ASKED, written.append)
 
     asyncio.run(run())
     (row,) = written
@@ -193,7 +193,7 @@ def test_a_rollout_is_written_when_it_ends_not_behind_slower_ones():
         if len(written) == 2:
             others.set()
 
-    asyncio.run(asyncio.wait_for(write_rows(made_of(play, 3), ASKED, 3, write), 20))
+    asyncio.run(asyncio.wait_for(write_rows(made_of(play, 3, 3), ASKED, write), 20))
     assert written == [1, 2, 0]
 
 
@@ -205,7 +205,7 @@ def test_a_rollout_begins_when_there_is_a_place_for_it():
         await asyncio.sleep(0)
         return [row_of(number)]
 
-    num, _ = asyncio.run(write_rows(made_of(play, 100), ASKED, 2, lambda row: None))
+    num = asyncio.run(write_rows(made_of(play, 100, 2), ASKED, lambda row: None))
     assert num == len(num_tasks) == 100
     assert max(num_tasks) <= 5  # this one, and of each place its own and the rollout's
 
@@ -219,7 +219,7 @@ def test_if_the_first_rollouts_all_fail_the_others_are_not_tried():
         raise ValueError(f"no {number}")
 
     with pytest.raises(GenerationError, match=r"'played': no rollout succeeded.*no 0"):
-        asyncio.run(write_rows(made_of(play, 500), ASKED, 1, lambda row: None))
+        asyncio.run(write_rows(made_of(play, 500, 1), ASKED, lambda row: None))
     assert 10 <= len(played) <= 12
 
 

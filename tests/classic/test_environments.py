@@ -55,7 +55,7 @@ def test_turns_that_extend_the_tokens_merge_and_tokens_carry_what_sampled_them()
 @pytest.mark.parametrize(
     "step, message",
     [
-        (turn([1], [2, 3], [-1.0]), "turn 0: 2 tokens but 1 logprobs"),
+        (turn([1], [2, 3], [-1.0]), "all arrays must have one length"),
         (turn([1], [2], [math.nan]), "logprob of a sampled token is NaN or infinite"),
     ],
 )

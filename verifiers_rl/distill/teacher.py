@@ -10,7 +10,6 @@ places at the student's server back. So the student goes on generating meanwhile
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
 import logging
 import os
@@ -36,7 +35,7 @@ from verifiers_rl.types import Rollout, Sample
 
 logger = logging.getLogger(__name__)
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 5.0  # doubled after each failed attempt
+PAUSE_S = 0.5  # after a failed attempt
 LOWEST_LOGPROB = -9999.0  # what vLLM writes into JSON in place of -inf
 
 
@@ -165,10 +164,8 @@ class Distillation:
             InferenceServerError: the teacher has another vocabulary.
         """
         self._options, self._example, problem = options, example, ""
-        plain = copy.copy(args)
-        plain.sampling_mask = False  # a teacher has no mask
         changed = ["temperature"] * (args.temperature != 1.0)
-        changed += plain.sampling_changes_probabilities() + ["sampling_mask"] * args.sampling_mask
+        changed += args.sampling_changes_probabilities() + ["sampling_mask"] * args.sampling_mask
         if changed:
             problem = f"teachers have temperature 1 without cuts; remove {', '.join(changed)}"
         elif self.hint and example is None:
@@ -186,11 +183,11 @@ class Distillation:
 
     async def open(self) -> None:
         """Raises InferenceServerError if the variable of the teacher's key is not set."""
-        host, headers = urlsplit(self._model.base_url).hostname, self._model.headers()
+        host = urlsplit(self._model.base_url).hostname
         self._places = asyncio.Semaphore(self._model.max_concurrent)
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3),  # the server's is 5
-            headers=headers,
+            headers=self._model.headers(),
             trust_env=host not in LOOPBACK,  # a proxy for the internet is not for this machine
             timeout=aiohttp.ClientTimeout(self._model.timeout_s / 2),  # an answer may get lost once
         )
@@ -245,7 +242,7 @@ class Distillation:
         body = {"model": model, "prompt": token_ids.tolist(), "prompt_logprobs": 0}
         body |= {"max_tokens": 1, "temperature": 1.0}
         url, status = f"{self._model.base_url}/v1/completions", 0
-        said, pause_s, timeout_s = "nothing came", FIRST_PAUSE_S, self._model.timeout_s
+        said, timeout_s = "nothing came", self._model.timeout_s
         try:
             async with self._places, asyncio.timeout(timeout_s):
                 while status != 200:
@@ -256,8 +253,7 @@ class Distillation:
                         status, said = 0, str(error) or type(error).__name__
                     if status != 200:
                         self._raise_unless_busy(status, said)
-                        await asyncio.sleep(pause_s)  # there is nothing to await
-                        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                        await asyncio.sleep(PAUSE_S)  # there is nothing to await
             return await asyncio.to_thread(logprobs_of, said, body["prompt"])
         except TimeoutError as error:
             problem = f"no answer in {timeout_s:g} s (timeout_s), at last {status} {said[:300]!r}"

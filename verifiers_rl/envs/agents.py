@@ -93,8 +93,8 @@ class AgentHarness(vf.Harness[AgentHarnessConfig]):
             variables = {f"OPENAI_{name.upper()}": value for name, value in given.items()}
             variables["PATH"] = os.environ.get("PATH", os.defpath)
             variables["HOME"] = str(runtime.workdir)
-            row, variables = data.model_dump(mode="json"), runtime.process_env(variables)
-            playing = run_program(self.config.command, row, variables)
+            row = data.model_dump(mode="json")
+            playing = run_program(self.config.command, row, runtime.process_env(variables))
         try:
             answer = await playing
         except Exception:

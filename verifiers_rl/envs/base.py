@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import logging
 import math
 import os
 import pickle
@@ -27,7 +26,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pydantic.dataclasses
 
-from verifiers_rl.envs.records import versions_of_reply
 from verifiers_rl.inference import allowed_tokens
 from verifiers_rl.option_rules import STRICT, PositiveInt, PositiveNumber
 from verifiers_rl.types import (
@@ -39,7 +37,6 @@ from verifiers_rl.types import (
     join_column,
 )
 
-logger = logging.getLogger(__name__)
 # For errors. A classic environment gets the last verifiers that has those, and what works with it.
 HOW_TO_MAKE_PYTHON = (
     "make a Python of 3.11 or later for it: `uv venv NAME && uv pip install --python NAME "
@@ -76,9 +73,9 @@ def needs_script(pickled: bytes) -> bool:
     """Return whether a pickle has a class or a function of the script that runs; a text that has
     `__main__` in it is none.
     """
-    if b"__main__" not in pickled:
-        return False
-    return any(argument == "__main__" for _, argument, _ in pickletools.genops(pickled))
+    return b"__main__" in pickled and any(
+        argument == "__main__" for _, argument, _ in pickletools.genops(pickled)
+    )
 
 
 def check_importable(script: Any) -> None:
@@ -108,12 +105,10 @@ def add_folders(*folders: Path) -> None:
     """Make the modules in these folders importable, first those of the first folder: here, and by
     PYTHONPATH in processes that are started from here, such as tool servers.
     """
-    for folder in map(str, reversed(folders)):
-        inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-        if folder not in inherited:
-            os.environ["PYTHONPATH"] = os.pathsep.join([folder, *inherited])
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
+    inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    for paths in (sys.path, inherited):
+        paths[:0] = [name for name in map(str, folders) if name not in paths]
+    os.environ["PYTHONPATH"] = os.pathsep.join(inherited)
     importlib.invalidate_caches()
 
 
@@ -160,13 +155,11 @@ def samples_from_turns(
         ValueError: the numbers of a turn's tokens and logprobs differ, or a logprob is no number.
     """
     chains: list[Any] = []  # for each sample, a list for each of its columns
-    for number, (prompt, reply, given) in enumerate(turns):
+    for prompt, reply, given in turns:
         sampled, new_logprobs = (values.tolist() for values in reply.sampled)
         num = len(sampled)
-        if num != len(new_logprobs):
-            raise ValueError(f"turn {number}: {num} tokens but {len(new_logprobs)} logprobs")
         # NaN would mean that no policy sampled the token, see below.
-        if not np.isfinite(np.asarray(new_logprobs, np.float32)).all():
+        if not np.isfinite(new_logprobs).all():
             raise ValueError(
                 "the server's logprob of a sampled token is NaN or infinite: its logits overflow; "
                 "use another dtype there"
@@ -181,7 +174,8 @@ def samples_from_turns(
         in_loss += [trains_added] * num_added + [True] * num
         # NaN: no policy sampled these. The trainer's logprob is used, so ratio 1.
         logprobs += [math.nan if trains_added else 0.0] * num_added + new_logprobs
-        starts, own = np.array(versions_of_reply(reply, policy_version), np.int32).T
+        spans = reply.policy_versions or [(0, policy_version)]
+        starts, own = np.array(spans, np.int32).T
         versions += [-1] * num_added + np.repeat(own, np.diff(starts, append=num)).tolist()
         advantages += [0.0] * num_added + (given or [0.0] * num)
         allowed = allowed_tokens(*reply.mask) if reply.mask else None

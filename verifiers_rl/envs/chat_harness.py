@@ -29,6 +29,7 @@ from yarl import URL
 
 from verifiers_rl.envs.rendering import as_object
 from verifiers_rl.envs.tools import LocalUrl, Tools, open_tools
+from verifiers_rl.process.loop_thread import run_contained
 
 IN_PROCESS = "verifiers_rl"  # id of the harness
 CHAT, GATE = "/v1/chat/completions", "/tool"  # model calls; questions whether a tool may be called
@@ -180,7 +181,7 @@ def post_in_memory(runner: web.AppRunner, secret: str) -> Post:
     raises; an HTTP server would reply 500.
 
     Each request runs in a task of its own, as it would behind a socket: verifiers cancels the tasks
-    of a rollout's requests when the rollout ends.
+    of a rollout's requests when the rollout ends, and the request then ends with an ExitError.
 
     Args:
         runner: of the endpoint's application.
@@ -203,14 +204,7 @@ def post_in_memory(runner: web.AppRunner, secret: str) -> Post:
         return await server.request_handler(request)
 
     async def post(path: str, body: dict[str, Any]) -> Any:
-        caller: Any = asyncio.current_task()
-        task = asyncio.create_task(call(path, json.dumps(body).encode()))
-        try:
-            response = await task
-        except asyncio.CancelledError:
-            if task.cancelled() and not caller.cancelling():
-                raise RefusedError("409: the rollout has ended") from None
-            raise
+        response = await run_contained(call(path, json.dumps(body).encode()))
         return reply_of(response.status, response.body)
 
     return post

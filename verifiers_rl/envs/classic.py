@@ -76,7 +76,7 @@ class ClassicEnvironment:
                 f"environment {self.name!r}: the renderers package does not take "
                 "chat_template_kwargs; choose another client_type"
             )
-        self.weights, self.description, self.num_overlong_prompts = [1.0], "", 0
+        self.weights, self.description = [1.0], ""
         raise_open_files(FILES_OF_ROLLOUT * options.max_concurrent)
         env.set_max_seq_len(options.max_seq_len)
         _keep_reward_errors(env.rubric)
@@ -84,7 +84,7 @@ class ClassicEnvironment:
             splits = {"train": env.get_dataset(), "eval": env.get_eval_dataset()}
             self._examples = {name: self._without_overlong(split) for name, split in splits.items()}
             if not len(self._examples["train"]):
-                raise ValueError(f"no example; {self.num_overlong_prompts} had overlong prompts")
+                raise ValueError(f"no example; {len(splits['train'])} had overlong prompts")
         except (ValueError, IndexError) as error:
             raise InvalidEnvironmentError(f"environment {self.name!r}: data: {error}") from error
 
@@ -97,7 +97,6 @@ class ClassicEnvironment:
         template, prompts = options.chat_template_kwargs, dataset["prompt"]
         kept = [i for i, prompt in enumerate(prompts) if not is_longer(prompt, limit, **template)]
         if num_left_out := len(prompts) - len(kept):
-            self.num_overlong_prompts += num_left_out
             logger.warning("%d %s left out", num_left_out, options.why_overlong)
         return dataset.select(kept)
 
@@ -108,8 +107,7 @@ class ClassicEnvironment:
     async def open(self) -> None:
         """Make the connections, on the event loop that will use them."""
         self._http = ServerClient(f"{self.options.base_url}/v1", self.options.timeout_s)
-        is_by_package = self._client_type == "renderer"
-        make_renderer = _RendererOfPackage if is_by_package else Renderer
+        make_renderer = _RendererOfPackage if self._client_type == "renderer" else Renderer
         self._renderer = make_renderer(self.options.tokenizer)
         self.close = self._http.close
 
@@ -127,8 +125,7 @@ class ClassicEnvironment:
             http = self._http.of_rollout(session)
             extends = self._client_type != "openai_chat_completions"
             client = _Client(http, self._renderer, self.options.max_seq_len, extends)
-            sampling = {**request.sampling_args}
-            start, states[number] = time.monotonic(), None
+            sampling, start = {**request.sampling_args}, time.monotonic()
             try:
                 async with session.limited(request.timeout_s):
                     playing = self.env.rollout(row, client, request.model, sampling)
@@ -291,10 +288,11 @@ class _Client(OpenAIChatCompletionsClient):
     async def from_native_response(self, response: Any) -> Any:
         messages, prompt_ids, reply = response
         completion = ChatCompletion.model_validate(reply.completion)
-        parsed, (choice,) = await super().from_native_response(completion), completion.choices
-        if choice.finish_reason != "length":  # what ends the reply is among its tokens
-            said = [*messages, reply.completion["choices"][0]["message"]]
-            self._turns.append(([*map(_plain, said)], prompt_ids + reply.sampled[0].tolist()))
+        parsed = await super().from_native_response(completion)
+        (choice,) = reply.completion["choices"]
+        if choice["finish_reason"] != "length":  # what ends the reply is among its tokens
+            said = [*map(_plain, [*messages, choice["message"]])]
+            self._turns.append((said, prompt_ids + reply.sampled[0].tolist()))
         parsed.turn, message = Turn(prompt_ids, reply), parsed.message
         if message.content is None and not message.tool_calls:
             message.content = ""

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import reprlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -27,7 +26,7 @@ from verifiers_rl.envs.base import (
 from verifiers_rl.envs.chat_harness import first_messages
 from verifiers_rl.envs.records import message_of, text_of
 from verifiers_rl.envs.v1 import V1Environment
-from verifiers_rl.inference import RolloutSession, ServerClient
+from verifiers_rl.inference import RolloutSession
 from verifiers_rl.json_text import as_json
 from verifiers_rl.option_rules import did_you_mean
 from verifiers_rl.process.loop_thread import run_contained
@@ -124,7 +123,7 @@ class ExampleTaskset(vf.Taskset[ExampleTask, vf.TasksetConfig]):
                 data = vf.TaskData(idx=number, prompt=prompt, system_prompt=system_prompt)
             except ValidationError as error:
                 raise InvalidEnvironmentError(
-                    f"{what}, row {number}: prompt={reprlib.repr(row['prompt'])} is neither a "
+                    f"{what}, row {number}: prompt={row['prompt']!r:.80} is neither a "
                     'string nor a list of messages like {"role": "user", "content": "..."}: '
                     f"{error.errors()[0]['msg']}"
                 ) from error
@@ -153,12 +152,6 @@ class DatasetEnvironment(V1Environment):
     neither an endpoint nor a trace, which take most of the time of other short rollouts.
     """
 
-    async def open(self) -> None:
-        self._http = ServerClient(f"{self.options.base_url}/v1", self.options.timeout_s)
-
-    async def close(self) -> None:
-        await self._http.close()
-
     async def _play(
         self, task: Any, request: GroupRequest, session: RolloutSession
     ) -> list[Rollout]:
@@ -170,15 +163,14 @@ class DatasetEnvironment(V1Environment):
                 body = {**request.sampling_args, "model": request.model}
                 body |= body.pop("extra_body", {})
                 prompt_ids = self.renderer.render(prompt, **body.pop("chat_template_kwargs", {}))
-                limit, max_tokens = self.options.max_seq_len, body.get("max_tokens")
+                limit = self.options.max_seq_len
                 if (room := limit - len(prompt_ids)) < 1:
                     raise ValueError(
                         f"the prompt's {len(prompt_ids)} tokens fill max_seq_len={limit}"
                     )
-                body["max_tokens"] = min(max_tokens or room, room)
-                reply = await self._http.of_rollout(session).reply_to(
-                    body, prompt_ids, is_first=True
-                )
+                body["max_tokens"] = min(body.get("max_tokens") or room, room)
+                client = self.client.of_rollout(session)
+                reply = await client.reply_to(body, prompt_ids, is_first=True)
                 (choice,) = reply.completion["choices"]
                 message, finish_reason = choice["message"], choice["finish_reason"]
                 message |= {"reasoning_content": message.get("reasoning")}
@@ -245,7 +237,7 @@ def env_from(
     functions = reward_fn if isinstance(reward_fn, list | tuple) else [reward_fn]
     if not functions or not all(map(callable, functions)):
         raise InvalidEnvironmentError(f"env_from: reward_fn={reward_fn!r} is no function")
-    names = [_name_of(function) for function in functions]
+    names = [*map(_name_of, functions)]
     numbers = np.array([1.0] * len(names) if weights is None else weights)
     if (
         numbers.shape != (len(names),)

@@ -15,7 +15,7 @@ import json
 import shutil
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +70,8 @@ class ForeignEnvironment:
             (facts,) = thread.run(pool.open()).result()
         finally:
             thread.stop(pool.close)
-        self._sizes: dict[Split, list[int]] = facts["sizes"]
-        self.description: str = facts["description"]
-
-    def sizes(self, split: Split) -> list[int]:
-        return self._sizes[split]
+        self.sizes: Callable[[Split], list[int]] = facts["sizes"].get
+        self.description = facts["description"]
 
     def recipe(self) -> dict[str, Any]:
         return self._recipe

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions, add_folders
@@ -24,7 +23,7 @@ def make_environment(recipe: Mapping[str, Any]) -> Any:
         InvalidEnvironmentError: it cannot be made here.
         Exception: whatever the loading of a classic one raises.
     """
-    options, table = RunnerOptions(**recipe["options"]), recipe["table"]
+    options, table, folders = RunnerOptions(**recipe["options"]), recipe["table"], recipe["folders"]
     if options.tokenizer is not None:
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no torch
         from transformers import AutoTokenizer
@@ -32,7 +31,6 @@ def make_environment(recipe: Mapping[str, Any]) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
         tokenizer.name_or_path = recipe["model"]  # the `renderers` package knows models by it
         options = replace(options, tokenizer=tokenizer)
-    folders = [*map(Path, recipe["folders"])]
     if find_spec("verifiers.legacy") is None:
         from verifiers_rl.envs.v1 import V1Environment
         from verifiers_rl.envs.v1_loading import load_v1_environment

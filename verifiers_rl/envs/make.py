@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from verifiers_rl.envs.base import (
@@ -34,12 +34,12 @@ class Part:
 
     given: WeightedEnv
     runner: EnvRunner
-    sampling: Mapping[Split, dict[str, Any]] = field(default_factory=dict)
+    sampling: Mapping[Split, dict[str, Any]]
 
     def sizes(self, split: Split) -> list[int]:
         """Return the sizes of this split, as far as it is used."""
         limit = self.given.eval_examples if split == "eval" else None
-        return [size if limit is None else min(size, limit) for size in self.runner.sizes(split)]
+        return [min(size, limit or size) for size in self.runner.sizes(split)]
 
 
 class Environments:
@@ -181,9 +181,9 @@ def make_runner(
             raise InvalidEnvironmentError(f"environment {one.name!r}, sampling: {error}") from error
         biased.add(", ".join(sampled.sampling_changes_probabilities()))
         options = RunnerOptions(
-            base_url=base_url,
-            tokenizer=tokenizer,
-            max_seq_len=args.max_seq_len,
+            base_url,
+            tokenizer,
+            args.max_seq_len,
             max_prompt_len=args.max_prompt_len,
             mask_env_responses=args.mask_env_responses,
             timeout_s=args.generation_timeout,
@@ -194,7 +194,7 @@ def make_runner(
         )
         runner = _runner(one, options)
         if one.scorer is not None:
-            example = None if one.python else getattr(runner, "example", None)
+            example = getattr(runner, "example", None)  # another Python has none here
             one.scorer.connect(options, sampled, example)
         # Another Python has one worker at least.
         if number := count_workers(args.env_workers) or int(bool(one.python)):
@@ -204,12 +204,13 @@ def make_runner(
                     raise NotPortableError(f"{type(runner).__name__} has no method `recipe`")
                 runner = WorkerEnvironment(runner, pools.setdefault(one.python, pool))
             except NotPortableError as error:
-                which = "environment" if one.name == "env" else f"environment {one.name!r}"
                 if args.env_workers != "auto":
                     raise InvalidEnvironmentError(
-                        f"{which}: env_workers={number}: {error}; or set env_workers=0"
+                        f"environment {one.name!r}: env_workers={number}: {error}; or set "
+                        "env_workers=0"
                     ) from error
-                print(f"{which} runs in a thread of the trainer, which makes both slower: {error}")
+                where = "in a thread of the trainer, which makes both slower"
+                print(f"environment {one.name!r} runs {where}: {error}")
         if description := getattr(runner, "description", ""):
             print(description)
         sampling: dict[Split, dict[str, Any]] = {}

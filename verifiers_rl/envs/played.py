@@ -84,6 +84,11 @@ class PlayedEnvironment(V1Environment):
             row["tools"] = json.dumps([{"type": "function", "function": f} for f in functions])
         if self._template:
             row["chat_template_kwargs"] = self._template
-        row |= {"reward": finite_reward(trace.reward), "environment": self.name}
-        row |= {"agent": trace.agent.name, "example": number, "model": self._context.model}
+        row |= {
+            "reward": finite_reward(trace.reward),
+            "environment": self.name,
+            "agent": trace.agent.name,
+            "example": number,
+            "model": self._context.model,
+        }
         return row, is_cut(trace)

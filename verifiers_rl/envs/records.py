@@ -13,13 +13,6 @@ from typing import Any
 from verifiers_rl.json_text import as_json
 
 
-def versions_of_reply(reply: Any, policy_version: int) -> list[tuple[int, int]]:
-    """Return the (first token, policy version) pairs of a `ChatReply`; of this version if the
-    server did not say which policy sampled it.
-    """
-    return reply.policy_versions or [(0, policy_version)]
-
-
 def record_of_trace(trace: Any, said: Iterable[Any], policy_version: int) -> bytes:
     """Return the record of a `verifiers.v1.Trace`, also of one that failed on its way.
 
@@ -42,11 +35,11 @@ def record_of_trace(trace: Any, said: Iterable[Any], policy_version: int) -> byt
         turns.append(
             {
                 "message": place_of.get(id(node)),
-                "begin_s": call.time.start - begin if call.time.start else None,
-                "end_s": call.time.end - begin if call.time.end else None,
+                "begin_s": call.time.start - begin,
+                "end_s": call.time.end - begin,
                 "num_prompt_tokens": len(turn.prompt_ids),
                 "num_sampled_tokens": len(turn.reply.sampled[0]),
-                "policy_version": versions_of_reply(turn.reply, policy_version)[-1][1],
+                "policy_version": (turn.reply.policy_versions or [(0, policy_version)])[-1][1],
                 "finish_reason": call.finish_reason,
             }
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 from array import array
@@ -108,11 +107,11 @@ class Renderer:
         is_ended = tokens[-1] in self._special_ids
         end = tokens[-1] if is_ended else self._tokenizer.eos_token_id
         question = {"role": "user", "content": "?"}
-        reply = {**messages[-num_new - 1], "content": "."}
-        kept = ("role", "content", "tool_calls")
-        reply = {k: copy.deepcopy(reply[k]) for k in kept if reply.get(k)}
-        for call in reply.get("tool_calls", ()):
-            call["function"]["arguments"] = {}
+        reply: dict[str, Any] = {"role": "assistant", "content": "."}
+        if calls := messages[-num_new - 1].get("tool_calls"):
+            reply["tool_calls"] = [
+                {**call, "function": {**call["function"], "arguments": {}}} for call in calls
+            ]
         try:
             num_before = self.render([question], is_prompt=False, **template).count(end)
             after = self.render([question, reply, *new], **template)

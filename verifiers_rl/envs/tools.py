@@ -53,23 +53,19 @@ class LocalServer:
         self.list_tools = self._mcp.list_tools
 
     async def call(self, trace: Any, name: str, arguments: dict[str, Any]) -> Any:
-        """Return mcp's result of the tool, or of its error; the model reads both.
+        """Return mcp's result of the tool.
 
         Args:
             trace: of the rollout, which has the state.
-        """
-        from mcp.server.mcpserver.exceptions import ToolError
-        from mcp_types import CallToolResult, TextContent
 
-        token = _calling_trace.set(trace)
+        Raises:
+            ToolError: the tool has raised, or does not take the arguments.
+        """
+        _calling_trace.set(trace)  # for this rollout's task, until its next call
         try:
             return await self._mcp.call_tool(name, arguments)
-        except ToolError as error:
-            return CallToolResult(content=[TextContent(type="text", text=str(error))])
         except SystemExit as error:  # it would end the trainer
             raise HarnessError(f"the tool {name!r} called sys.exit({error.code})") from error
-        finally:
-            _calling_trace.reset(token)
 
     async def _copy_state_from_trace(self) -> Any:
         state = _calling_trace.get().state
@@ -216,10 +212,13 @@ class Tools:
 
         # As mcp makes it, but without reading the TLS certificates where none are needed, which
         # took half of a rollout's time. The harness's own deadline is earlier than this one.
-        timeout = httpx2.Timeout(30.0, read=self._timeout_s + 30.0)
-        is_tls = url.startswith("https:")
-        made = httpx2.AsyncClient(verify=is_tls, timeout=timeout, follow_redirects=True)
-        http = await stack.enter_async_context(made)
+        http = await stack.enter_async_context(
+            httpx2.AsyncClient(
+                verify=url.startswith("https:"),
+                timeout=self._timeout_s + 30.0,
+                follow_redirects=True,
+            )
+        )
         transport = streamable_http_client(url, http_client=http)
         return await stack.enter_async_context(Client(transport, mode="legacy"))
 
@@ -235,6 +234,8 @@ class Tools:
 
     async def call(self, function: dict[str, Any]) -> str:
         """Call a tool. Return its result, or what is wrong with the call; the model reads both."""
+        from mcp.server.mcpserver.exceptions import ToolError
+
         name, arguments = function["name"], as_object(function["arguments"] or "{}")
         if name not in self._calls:
             return f"error: there is no tool {name!r}"
@@ -243,6 +244,8 @@ class Tools:
         try:
             async with asyncio.timeout(self._timeout_s):
                 content = (await self._calls[name](arguments)).content
+        except ToolError as error:
+            return str(error)
         except TimeoutError as error:
             raise HarnessError(
                 f"the tool {name!r} did not answer within {self._timeout_s:g} s (tool_timeout)"

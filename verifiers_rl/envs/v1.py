@@ -12,6 +12,7 @@ the trainer's own tokenizer. So if each turn's messages extend those before, its
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import logging
 import sys
@@ -47,9 +48,8 @@ from verifiers_rl.envs.v1_loading import (
     environment_of,
     plays_in_our_chat_here,
     with_local_chat,
-    without_tasks,
 )
-from verifiers_rl.inference import RolloutSession
+from verifiers_rl.inference import RolloutSession, ServerClient
 from verifiers_rl.process.limits import FILES_OF_ROLLOUT, raise_open_files
 from verifiers_rl.process.loop_thread import call_on_thread, gather_or_cancel, run_contained
 from verifiers_rl.requests import GroupRequest
@@ -129,8 +129,8 @@ class V1Environment:
     def _take_tasks(self, of_evaluation: vf.Taskset | None) -> None:
         taskset, num_eval_tasks = self.taskset, self.options.num_eval_tasks
         self._num_held_out = 0  # tasks at the beginning of a stream
-        make_stream = partial(TaskStream, partial(self._iterate, taskset))
-        train: Any = list(self._iterate(taskset)) if taskset.bounded else make_stream()
+        iterate = partial(self._iterate, taskset)
+        train: Any = list(iterate()) if taskset.bounded else TaskStream(iterate)
         evaluated = train
         if of_evaluation is not None:
             stop = None if of_evaluation.bounded else num_eval_tasks
@@ -142,10 +142,8 @@ class V1Environment:
         if not taskset.bounded:
             train[self._num_held_out]  # raises if there is none
             tasks = "a stream of tasks, in its order"
-        self._tasks: dict[Split, Any] = {
-            "train": train,
-            "eval": evaluated,
-        }  # lists, or a `TaskStream`
+        # Lists, or a `TaskStream`.
+        self._tasks: dict[Split, Any] = {"train": train, "eval": evaluated}
         left_out = ""
         if num := self.num_overlong_prompts:
             left_out = f"; {num} {self.options.why_overlong}"
@@ -153,8 +151,8 @@ class V1Environment:
         if not train:
             raise InvalidEnvironmentError(f"it has no tasks{left_out}")
         num_eval = "also" if evaluated is train else len(evaluated)
-        which = "environment" if self.name == "env" else f"environment {self.name!r}"
-        self.description = f"{which}: {describe(self.env)}; {tasks}, {num_eval} for evaluations"
+        plays = f"environment {self.name!r}: {describe(self.env)}"
+        self.description = f"{plays}; {tasks}, {num_eval} for evaluations"
 
     def _iterate(self, taskset: Any) -> Iterator[vf.Task]:
         """Yield the taskset's tasks, without those whose first prompt is too long."""
@@ -207,17 +205,23 @@ class V1Environment:
             except NotPortableError as error:
                 raise NotPortableError(f"task {task.data.idx}: {error}") from error
         if self._given is self.taskset:
-            return partial(type(self), without_tasks(self.taskset), self.options, False)
+            # A view of a taskset chooses tasks by a closure, and no worker needs that: it gets the
+            # chosen tasks one by one.
+            bare = copy.copy(self.taskset)
+            for name in ("transform", "eval_taskset"):
+                vars(bare).pop(name, None)
+            return partial(type(self), bare, self.options, False)
         return partial(_make_again, type(self._given), self._given.config, self.options)
 
     # --- Episodes ---------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Start what the environment shares between episodes.
+        """Make the connections to the server, and start what episodes share.
 
         Raises:
             InvalidEnvironmentError: the environment is not ready in time.
         """
+        self.client = ServerClient(f"{self.options.base_url}/v1", self.options.timeout_s)
         is_up = asyncio.get_running_loop().create_future()
 
         async def serve() -> None:  # the task that opens a context must also close it
@@ -242,6 +246,7 @@ class V1Environment:
         if self._serving is not None:
             self._serving.cancel()
             await asyncio.wait([self._serving], timeout=EXIT_S)
+            await self.client.close()
 
     async def run_group(self, request: GroupRequest) -> list[Rollout]:
         return await self.run_task(await self.task(request.split, request.index), request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -71,31 +72,23 @@ class _LazyRuntime(_Runtime):
     on another thread, takes a tenth of the time of a short rollout.
     """
 
-    _folder: Path | None = None
-    _is_made = False
-
-    @property
-    def workdir(self) -> Path | None:
-        if self._folder is not None and not self._is_made:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._is_made = True
-        return self._folder
-
-    @workdir.setter
-    def workdir(self, folder: Path | None) -> None:
-        self._folder = folder
+    @cached_property
+    def workdir(self) -> Path:
+        folder = Path(self.info.id)
+        folder.mkdir(parents=True, exist_ok=True)  # threads may use it first at the same time
+        return folder
 
     async def start(self) -> None:
-        self._folder = local_runtime.CACHE_DIR / "runtimes" / "subprocess" / self.name
-        self.info.id = str(self._folder)
-
-    async def teardown(self) -> None:
-        if self._is_made:
-            await super().teardown()
+        self.info.id = str(local_runtime.CACHE_DIR / "runtimes" / "subprocess" / self.name)
+        del self.workdir  # the None of its constructor
 
     def cleanup(self) -> None:
-        if self._is_made:
-            super().cleanup()
+        self.__dict__.setdefault("workdir", None)  # nothing has used it, so there is none to remove
+        super().cleanup()
+
+    async def teardown(self) -> None:
+        self.__dict__.setdefault("workdir", None)
+        await super().teardown()
 
 
 setattr(runtimes, _CLASS, _LazyRuntime)  # where verifiers looks the class up
@@ -110,7 +103,7 @@ _stock_resolve_client = interception.resolve_client
 def _resolve_client(config: Any) -> Client:
     """Make a client from its configuration. verifiers' own function knows only two kinds."""
     if isinstance(config, TokenClientConfig):
-        return TokenClient(config)
+        return TokenClient()
     return _stock_resolve_client(config)
 
 

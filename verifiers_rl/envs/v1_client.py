@@ -16,7 +16,7 @@ from verifiers.v1.graph import PendingTurn
 
 from verifiers_rl.envs.base import Turn
 from verifiers_rl.envs.chat_harness import IN_PROCESS
-from verifiers_rl.inference import RolloutSession, ServerClient
+from verifiers_rl.inference import RolloutSession
 
 if TYPE_CHECKING:
     from verifiers_rl.envs.v1 import V1Environment
@@ -103,19 +103,15 @@ class TokenClientConfig(vf.TrainClientConfig):
 class TokenClient(vf.Client):
     """Passes model calls from the endpoint to `vf-vllm`'s `/v1/chat/completions/tokens`."""
 
-    def __init__(self, config: TokenClientConfig) -> None:
-        self._http = ServerClient(f"{config.base_url}/v1", config._runner.options.timeout_s)
-
     async def get_response(
         self,
         dialect: Dialect,
         body: dict[str, Any],
         sampling: vf.SamplingConfig,
-        session_id: str | None = None,
-        turn: PendingTurn | None = None,
-        headers: Mapping[str, str] | None = None,
+        *,
+        turn: PendingTurn,
+        **_: Any,
     ) -> vf.Response:
-        assert turn is not None  # verifiers' interception always has it
         if not isinstance(dialect, ChatDialect):
             raise ProviderError(
                 f"{type(dialect).__name__}: only chat completions can be trained on; use a harness "
@@ -145,22 +141,20 @@ class TokenClient(vf.Client):
             request["top_k"] = episode._sampling["top_k"]  # an agent has taken the limit away
         episode.warn_of_bias(turn.trace.agent.name, request)
         max_seq_len = episode._runner.options.max_seq_len
-        room = max_seq_len - len(prompt_ids)
-        request["max_tokens"] = min(options.get("max_tokens") or room, room)
-        try:
-            if room < 1:
-                tokens = f"{len(prompt_ids)} tokens fill max_seq_len={max_seq_len}"
-                raise openai.OpenAIError(f"maximum context length: {tokens}")
-            reply = await self._http.of_rollout(episode._session).reply_to(
-                request, prompt_ids, is_first=not turn.prefix_node_ids
+        if (room := max_seq_len - len(prompt_ids)) < 1:
+            # verifiers leaves it to the harness to end the trace then; for ours, this does.
+            if turn.trace.agent.config.harness.id == IN_PROCESS:
+                turn.trace.stop("context_length")
+            raise ProviderError(
+                f"maximum {CONTEXT}: {len(prompt_ids)} tokens fill max_seq_len={max_seq_len}",
+                status_code=400,
             )
+        request["max_tokens"] = min(options.get("max_tokens") or room, room)
+        client = episode._runner.client.of_rollout(episode._session)
+        try:
+            reply = await client.reply_to(request, prompt_ids, is_first=not turn.prefix_node_ids)
         except openai.OpenAIError as error:
             status = getattr(error, "status_code", 503)
-            if CONTEXT in str(error):
-                status = 400
-                # verifiers leaves it to the harness to end the trace then; for ours, this does.
-                if turn.trace.agent.config.harness.id == IN_PROCESS:
-                    turn.trace.stop("context_length")
             raise ProviderError(str(error), status_code=status) from error
         response = dialect.parse_response(dialect.validate_response(reply.completion))
         response.raw = reply.completion
@@ -171,9 +165,6 @@ class TokenClient(vf.Client):
         said = Said(turn, response.message, Turn(prompt_ids, reply))
         episode._said.setdefault(turn.trace.id, []).append(said)
         return response
-
-    async def close(self) -> None:
-        await self._http.close()
 
 
 def _prompt_ids(

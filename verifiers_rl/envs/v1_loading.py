@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import copy
 import importlib
-import itertools
 import pkgutil
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -107,7 +107,6 @@ def _resolve(table: dict[str, Any], taskset_table: str = "taskset") -> vf.EnvCon
         where = f"[{'.'.join(['env', *names])}]"
         if first["type"] == "extra_forbidden":
             # Without this key, verifiers makes the config that it was given for.
-            table = copy.deepcopy(table)
             given = table
             for part in path:
                 given = given.get(part, given)  # the path also has the names of types
@@ -131,7 +130,7 @@ def _describe_missing(error: ModuleNotFoundError, folders: tuple[Path, ...]) -> 
     said = str(error).split(". ")[0]  # "taskset 'x' not found (tried to import 'x')"
     _, plugin_id, *_ = [*said.split("'"), ""]
     own = [f"{vf.__path__[0]}/{kind}" for kind in ("tasksets", "envs", "harnesses")]
-    known = [module.name for module in (*pkgutil.iter_modules(), *pkgutil.iter_modules(own))]
+    known = [module.name for module in pkgutil.iter_modules([*sys.path, *own])]
     hint = ""
     if module_name(plugin_id) not in known:  # else it imports what is missing
         hint = did_you_mean(plugin_id, known)
@@ -142,8 +141,6 @@ def _describe_missing(error: ModuleNotFoundError, folders: tuple[Path, ...]) -> 
 
 
 # --- From a taskset -------------------------------------------------------------------------------
-
-_numbers = itertools.count(1)
 
 
 def environment_of(taskset: vf.Taskset) -> vf.Env:
@@ -167,7 +164,7 @@ def environment_of(taskset: vf.Taskset) -> vf.Env:
         )
     others = _exported_beside(cls)
     given = type(cls.__name__, (cls,), {"__new__": lambda _, config: taskset})
-    module = ModuleType(f"verifiers_rl_given_{next(_numbers)}")
+    module = ModuleType(f"verifiers_rl_given_{id(taskset)}")
     exported = {f"{number}": c for number, c in enumerate([given, *others])}
     vars(module).update(exported, __all__=list(exported))
     sys.modules[module.__name__] = module
@@ -181,10 +178,10 @@ def _exported_beside(cls: type) -> list[type]:
     or by the package around that. A script exports nothing, so all that it defines count.
     """
     name = cls.__module__
-    own, around = sys.modules.get(name), sys.modules.get(name.partition(".")[0])
+    own, around = sys.modules[name], sys.modules[name.partition(".")[0]]
     ways = [[getattr(m, n, None) for n in getattr(m, "__all__", ())] for m in (own, around)]
-    defined = vars(own).items() if own else ()
-    ways.append([c for n, c in defined if n[0] != "_" and getattr(c, "__module__", "") == name])
+    defined = ((n, c) for n, c in vars(own).items() if getattr(c, "__module__", "") == name)
+    ways.append([c for n, c in defined if n[0] != "_"])
     exported = next((way for way in ways if cls in way), [])
     return [c for c in exported if isinstance(c, type) and issubclass(c, vf.Env | vf.Harness)]
 
@@ -211,7 +208,7 @@ def with_local_chat(env: vf.Env) -> vf.Env:
         is_unchosen = agent.harness is None and not taskset_has_one
         if is_unchosen or harness.id in ("null", IN_PROCESS):
             # Refuses what our chat has not, such as the compaction of verifiers 0.4.1's.
-            given = {} if is_unchosen else harness.model_dump(exclude_defaults=True)
+            given = harness.model_dump(exclude_defaults=True)
             update["harness"] = ChatHarnessConfig(**given | {"id": IN_PROCESS})
         loaded = loaders.harness_class(harness.id)
         is_harmless = bool(update) or not (loaded.EXECUTES_CODE or loaded.NEEDS_CONTAINER)
@@ -279,16 +276,6 @@ def describe(env: vf.Env) -> str:
 # --- Tasks ----------------------------------------------------------------------------------------
 
 
-def without_tasks(taskset: vf.Taskset) -> vf.Taskset:
-    """Return a copy of a taskset that can be pickled. A view of a taskset chooses tasks by a
-    closure; whoever gets the copy gets the chosen tasks one by one.
-    """
-    bare = copy.copy(taskset)
-    for name in ("transform", "eval_taskset"):
-        vars(bare).pop(name, None)
-    return bare
-
-
 class TaskStream:
     """The tasks that an iterator yields without end, by their position.
 
@@ -301,10 +288,9 @@ class TaskStream:
     """
 
     def __init__(self, iterate: Callable[[], Iterator[vf.Task]]) -> None:
-        self._iterate = iterate
-        self._tasks: Iterator[vf.Task] = iter(())
-        self._next = ENDLESS  # position of the next task from `_tasks`
-        self._kept: dict[int, vf.Task] = {}
+        self._iterate, self._tasks = iterate, iterate()
+        self._num_made = 0  # by `_tasks`
+        self._kept = deque[vf.Task](maxlen=NUM_KEPT)  # the last ones of these
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -313,16 +299,15 @@ class TaskStream:
     def __getitem__(self, position: int) -> vf.Task:
         """Return one task. Raises InvalidEnvironmentError if the stream ends before it."""
         with self._lock:
-            if position not in self._kept and position < self._next:
-                self._tasks, self._next = self._iterate(), 0
-            while position not in self._kept:
+            if position < self._num_made - len(self._kept):
+                self._tasks, self._num_made = self._iterate(), 0
+                self._kept.clear()
+            while position >= self._num_made:
                 try:
-                    self._kept[self._next] = next(self._tasks)
+                    self._kept.append(next(self._tasks))
                 except StopIteration:
                     raise InvalidEnvironmentError(
-                        f"the taskset says that it is infinite and ended after {self._next} tasks"
+                        f"the taskset is said to be infinite and ended after {self._num_made} tasks"
                     ) from None
-                self._next += 1
-                if len(self._kept) > NUM_KEPT:
-                    del self._kept[next(iter(self._kept))]
-            return self._kept[position]
+                self._num_made += 1
+            return self._kept[position - self._num_made]

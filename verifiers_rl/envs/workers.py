@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import base64
 import faulthandler
 import gc
 import itertools
@@ -56,7 +55,7 @@ from verifiers_rl.envs.base import (
 )
 from verifiers_rl.inference import RolloutSession, SessionLostError
 from verifiers_rl.process import parent as parent_of_worker
-from verifiers_rl.process.loop_thread import contain_tasks, run_contained
+from verifiers_rl.process.loop_thread import cancel_all_others, contain_tasks, run_contained
 from verifiers_rl.process.terminal import print_all_characters
 from verifiers_rl.requests import GroupRequest, Progress
 from verifiers_rl.types import LOAD_S, Rollout, pack_samples, unpack_samples
@@ -80,9 +79,8 @@ class WorkerLostError(RuntimeError):
 
 
 # --- Messages -------------------------------------------------------------------------------------
-# The sizes of the two parts behind it (two little-endian int64), JSON, bytes.
-
-_OF_ROLLOUT = [f.name for f in fields(Rollout) if f.name not in ("samples", "error", "record")]
+# JSON on one line, which has the number of the bytes behind it, and these.
+LONGEST_LINE = 2**40  # bytes; a line is not cut
 
 
 def sender(writer: asyncio.StreamWriter | None = None) -> Callable[..., None]:
@@ -100,10 +98,10 @@ def sender(writer: asyncio.StreamWriter | None = None) -> Callable[..., None]:
         frames.clear()
 
     def send(content: bytes | np.ndarray = b"", /, **message: Any) -> None:
-        text = json.dumps(message).encode()
         if not frames:
             asyncio.get_running_loop().call_soon(flush)
-        frames.extend((np.array([len(text), len(content)], "<i8"), text, content))
+        line = json.dumps({**message, "size": len(content)}) + "\n"
+        frames.extend((line.encode(), content))
 
     return send
 
@@ -114,20 +112,18 @@ async def receive(reader: asyncio.StreamReader) -> tuple[dict[str, Any], bytes]:
     Raises:
         asyncio.IncompleteReadError: the other side has closed the connection.
     """
-    sizes = np.frombuffer(await reader.readexactly(16), "<i8").tolist()
-    text, content = [await reader.readexactly(size) for size in sizes]
-    return json.loads(text), content
+    message = json.loads(await reader.readuntil())
+    return message, await reader.readexactly(message.pop("size"))
 
 
 def pack_group(group: Sequence[Rollout]) -> tuple[dict[str, Any], np.ndarray]:
     """Return rollouts in a form for `sender`: their samples are the bytes. An error becomes its
     description and its traceback, because its class may be known to this process only.
     """
-    samples = [sample for rollout in group for sample in rollout.samples]
-    message, content = pack_samples(samples)
+    message, content = pack_samples([sample for rollout in group for sample in rollout.samples])
     rollouts = []
     for rollout in group:
-        packed = {name: getattr(rollout, name) for name in _OF_ROLLOUT}
+        packed = {field.name: getattr(rollout, field.name) for field in fields(rollout)}
         packed |= {"samples": len(rollout.samples), "record": rollout.record.decode()}
         if rollout.error is not None:
             trace = printable("".join(traceback.format_exception(rollout.error)))
@@ -143,7 +139,7 @@ def unpack_group(message: dict[str, Any], content: bytes) -> list[Rollout]:
     for packed in message["rollouts"]:
         packed["samples"] = [*itertools.islice(samples, packed["samples"])]
         packed["record"] = packed["record"].encode()
-        if failure := packed.get("error"):
+        if failure := packed["error"]:
             packed["error"] = WorkerError(failure[0])
             packed["error"].add_note(failure[1])
         group.append(Rollout(**packed))
@@ -152,8 +148,10 @@ def unpack_group(message: dict[str, Any], content: bytes) -> list[Rollout]:
 
 def failed_group(request: GroupRequest, error: Exception) -> list[Rollout]:
     """Return what becomes of a group that could not be run."""
-    failed = partial(Rollout, request.index, f"example {request.index}", error=error)
-    return [failed() for _ in range(request.num_rollouts)]
+    return [
+        Rollout(request.index, f"example {request.index}", error=error)
+        for _ in range(request.num_rollouts)
+    ]
 
 
 # --- In the trainer's process ---------------------------------------------------------------------
@@ -247,7 +245,7 @@ class WorkerPool:
         """
         if not isinstance(recipe, dict):
             data = pickle_for_worker(recipe)
-            recipe = {"pickled": base64.b64encode(data).decode(), "script": needs_script(data)}
+            recipe = {"pickled": data.hex(), "script": needs_script(data)}
         self._recipes.append({"name": name, "is_quiet": is_quiet, **recipe})
         return len(self._recipes) - 1
 
@@ -261,11 +259,7 @@ class WorkerPool:
             InvalidEnvironmentError: a worker could not make one, or not within the deadline.
         """
         self.workers = [self._make() for _ in range(self._num_workers)]
-        try:
-            facts = await asyncio.gather(*(asyncio.shield(one.ready) for one in self.workers))
-        except Exception:
-            await self.close()
-            raise
+        facts = await asyncio.gather(*(asyncio.shield(one.ready) for one in self.workers))
         return facts[0]
 
     async def close(self) -> None:
@@ -461,7 +455,7 @@ class Worker:
 # The worker's Python may have packages of its own, and this one not. So it gets the folder of this
 # package alone, not the folder in which the package lies, where all others are.
 _MAIN = """
-import importlib.util, json, socket, struct, sys
+import importlib.util, json, socket, sys
 descriptor, parent, package, hint = sys.argv[1:]
 sys.path[:] = [folder for folder in sys.path if folder]
 spec = importlib.util.spec_from_file_location("verifiers_rl", package)
@@ -473,9 +467,9 @@ try:
     from verifiers_rl.envs.made_there import make_environment
     from verifiers_rl.envs.workers import main
 except (ImportError, SyntaxError) as error:  # this Python is too old, or lacks packages
-    text = json.dumps({"problem": f"{error}; {hint}"}).encode()
+    line = json.dumps({"problem": f"{error}; {hint}", "size": 0}) + "\\n"
     with socket.socket(fileno=int(descriptor)) as connection:
-        connection.sendall(struct.pack("<qq", len(text), 0) + text)
+        connection.sendall(line.encode())
     sys.exit()
 main(int(descriptor), int(parent), make_environment)
 """
@@ -516,7 +510,7 @@ async def start_process(
         # A script may have put something else into sys.path or sys.argv, such as a Path.
         stdin.write(json.dumps(setup, default=str).encode())
         stdin.close()
-        return process, *await asyncio.open_connection(sock=connection)
+        return process, *await asyncio.open_connection(sock=connection, limit=LONGEST_LINE)
     except BaseException:  # it ends with the connection
         connection.close()
         raise
@@ -557,7 +551,7 @@ def main(descriptor: int, parent: int, make_environment: Callable[[Any], Any]) -
             logging.disable(logging.WARNING if recipe["is_quiet"] else logging.NOTSET)
             # Outside the event loop, because an environment may run its own loop to load its data.
             where = f"environment {recipe['name']!r}: " if len(setup["recipes"]) > 1 else ""
-            pickled = base64.b64decode(recipe.get("pickled", ""))
+            pickled = bytes.fromhex(recipe.get("pickled", ""))
             runners.append(pickle.loads(pickled)() if pickled else make_environment(recipe))
     except (Exception, SystemExit) as error:  # whatever the environment's own code raises
         problem = where + describe_error(error)
@@ -583,7 +577,7 @@ async def _serve(
     trainer's process ends it.
     """
     contain_tasks(asyncio.get_running_loop())
-    reader, writer = await asyncio.open_connection(sock=connection)
+    reader, writer = await asyncio.open_connection(sock=connection, limit=LONGEST_LINE)
     send = sender(writer)
     facts = []
     try:
@@ -633,12 +627,13 @@ async def _serve(
                 running[number][1].take_message(**message)
     except (EOFError, OSError):
         pass  # the trainer has closed its end, or is gone
-    tasks = [is_alive, *(task for task, _ in running.values())]
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    if not problem:
-        await asyncio.gather(*(runner.close() for runner in runners))
+    is_alive.cancel()
+
+    async def close() -> None:
+        if not problem:
+            await asyncio.gather(*(runner.close() for runner in runners))
+
+    await cancel_all_others(close)
 
 
 class _Places:

@@ -138,7 +138,7 @@ class LoopThread:
             RuntimeError: something blocks the loop, so the thread does not end.
         """
         try:
-            self.run(_cancel_all_others(close)).result(timeout=3 * STOP_DEADLINE_S)
+            self.run(cancel_all_others(close)).result(timeout=3 * STOP_DEADLINE_S)
         finally:
             self.loop.call_soon_threadsafe(self.loop.stop)
             self.thread.join(timeout=STOP_DEADLINE_S)
@@ -147,7 +147,8 @@ class LoopThread:
             self.loop.close()
 
 
-async def _cancel_all_others(close: Callable[[], Coroutine[Any, Any, None]]) -> None:
+async def cancel_all_others(close: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Cancel all other tasks of this loop, give them some time to end, and run `close`."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()

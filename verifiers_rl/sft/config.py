@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from verifiers_rl.advantages import AdvantageFn
-from verifiers_rl.config import ConfigError, RLConfig, with_hints
+from verifiers_rl.config import SAMPLING_OF_ONE_ENV, ConfigError, RLConfig, with_hints
 from verifiers_rl.losses import LossFn, cross_entropy
 from verifiers_rl.option_rules import (
     NotNegativeNumber,
@@ -21,15 +21,11 @@ from verifiers_rl.option_rules import (
 
 LOSSES: dict[str, LossFn] = {"cross_entropy": cross_entropy}
 _OF_ROLLOUTS = (
+    *(name for name in SAMPLING_OF_ONE_ENV if name != "chat_template_kwargs"),
     "rollouts_per_example",
     "max_off_policy_steps",
     "deterministic",
     "max_prompt_len",
-    "max_tokens",
-    "top_p",
-    "top_k",
-    "min_p",
-    "stop",
     "sampling_mask",
     "router_replay",
     "mask_truncated_completions",
@@ -44,11 +40,7 @@ _OF_ROLLOUTS = (
     "vllm_servers",
     "log_rollouts",
     "env_workers",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
     "weight_sync_backend",
-    "include_stop_str_in_output",
 )
 _UNUSED = {
     **{k: v for k, v in RLConfig.UNUSED.items() if k != "num_train_epochs"},

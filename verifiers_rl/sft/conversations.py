@@ -26,7 +26,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,16 +144,13 @@ class Tokenization:
         # What it puts before a text, such as its BOS.
         self._begin = whole[: whole.index(letter[0])] if letter else []
 
-    def of_rows(
-        self, rows: Any, name: str, report: Callable[[str], None] = lambda line: None
-    ) -> list[list[Tokens]]:
+    def of_rows(self, rows: Any, name: str) -> list[list[Tokens]]:
         """Return the samples of each row that has a loss token among its first `max_seq_len`, cut
-        there.
+        there. Print one line about them.
 
         Args:
             rows: can be counted and indexed; each is a mapping from column to value.
-            name: of the data, for errors.
-            report: called with one line about the result.
+            name: of the data, for that line and for errors.
 
         Raises:
             DatasetError: a row cannot be used, or none has a loss token.
@@ -194,7 +191,7 @@ class Tokenization:
         masks = [mask for samples in found for _, mask in samples]
         said = f"data {name}: {len(found)} rows with {sum(map(len, masks))} tokens, "
         said += f"{sum(int(mask.sum()) for mask in masks)} of them in the loss"
-        report("; ".join([said, *(f"{number} {what}" for what, number in num.items() if number)]))
+        print("; ".join([said, *(f"{number} {what}" for what, number in num.items() if number)]))
         return found
 
     def end_tokens(self, rows: Iterable[Sequence[Tokens]]) -> list[int]:

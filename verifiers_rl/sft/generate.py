@@ -32,6 +32,7 @@ from verifiers_rl.cli.plan import check_trainer_options, plan_servers, split_gpu
 from verifiers_rl.cli.supervise import LOGS, ThisMachine, supervise
 from verifiers_rl.config import SAMPLING_OF_ONE_ENV, RLConfig, default_options
 from verifiers_rl.data import ENDLESS, describe_error
+from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
 from verifiers_rl.inference.client import InferenceClient, InferenceServerError, generation_key
 from verifiers_rl.json_text import as_json
 from verifiers_rl.process.loop_thread import LoopThread, gather_or_cancel, run_contained
@@ -77,8 +78,6 @@ def main(argv: list[str]) -> int:
     Raises:
         TomlError: the configuration cannot be used.
     """
-    from verifiers_rl.envs.base import InvalidEnvironmentError
-
     parser = argparse.ArgumentParser(
         prog="vf-rl generate", usage=USAGE, description=__doc__, **PARSER
     )
@@ -106,7 +105,7 @@ def main(argv: list[str]) -> int:
         # Not in this thread, where a signal would raise its SystemExit in a task.
         thread = LoopThread("generating")
         try:
-            thread.run(_write(options, args.max_concurrent, players)).result()
+            thread.run(_write(options, players)).result()
         finally:
             thread.stop(partial(asyncio.sleep, 0))
     except (GenerationError, InferenceServerError, InvalidEnvironmentError, WritingError) as error:
@@ -163,8 +162,7 @@ def _endpoint(options: argparse.Namespace, args: Any) -> Endpoint:
         return Endpoint(url, model, options.api_key_var or KEY_VARIABLE)
     if len(args.vllm_servers or ()) > 1:
         print(f"vf-rl generate: of vllm_servers, only {args.vllm_servers[0]} answers")
-    host, port = args.servers()[0]
-    client = InferenceClient(host, port)
+    client = InferenceClient(*args.servers()[0])
     status = ServerPool([client], timeout_s=args.vllm_server_timeout).wait_until_ready()
     os.environ[KEY_VARIABLE] = generation_key(client.base_url)
     return Endpoint(f"{client.base_url}/v1", status["served_model_name"], is_vllm=True)
@@ -195,7 +193,6 @@ def make_players(
         InvalidEnvironmentError: one of them cannot be played.
         GenerationError: there is none.
     """
-    from verifiers_rl.envs.base import RunnerOptions
     from verifiers_rl.envs.played import PlayedEnvironment
 
     made = []
@@ -229,17 +226,18 @@ def sampling_of(args: Any, is_vllm: bool) -> dict[str, Any]:
             generation_config.json says: all of them, as a rollout of a run has them. Otherwise
             those that are set, because not every endpoint knows all.
     """
-    names = ("temperature", *SAMPLING_OF_ONE_ENV)
-    options = {name: value for name in names if (value := getattr(args, name)) is not None}
+    options = {
+        name: value
+        for name in ("temperature", *SAMPLING_OF_ONE_ENV)
+        if (value := getattr(args, name)) is not None
+    }
     if is_vllm:
         return {"top_k": -1, **options}
     neutral = default_options(RLConfig) | {"temperature": None}
     return {name: value for name, value in options.items() if value != neutral[name]}
 
 
-async def _write(
-    options: argparse.Namespace, max_concurrent: int, players: Sequence[PlayedEnvironment]
-) -> None:
+async def _write(options: argparse.Namespace, players: Sequence[PlayedEnvironment]) -> None:
     """Write the rows of each environment. Without any there is no file."""
     options.output.parent.mkdir(parents=True, exist_ok=True)
 
@@ -249,9 +247,7 @@ async def _write(
 
     num_kept = 0
     for player in players:
-        num, said = await write_rows(player, options, max_concurrent, write)
-        num_kept += num
-        print(f"vf-rl generate: {player.name}: {said}", flush=True)
+        num_kept += await write_rows(player, options, write)
     if not num_kept:
         raise GenerationError(
             f"--min-reward {options.min_reward:g}: no rollout reached it and ended by itself, so "
@@ -263,14 +259,14 @@ async def _write(
 async def write_rows(
     player: PlayedEnvironment,
     options: argparse.Namespace,
-    num_at_once: int,
     write: Callable[[dict[str, Any]], None],
-) -> tuple[int, str]:
+) -> int:
     """Play the first `examples` (None: all) of a split `rollouts` times each, and write each row
-    that no limit cut and that has at least `min_reward`, as soon as its rollout has ended.
+    that no limit cut and that has at least `min_reward`, as soon as its rollout has ended. Print
+    what became of the rollouts.
 
     Returns:
-        The number of rows, and what became of the rollouts, for people.
+        The number of rows.
 
     Raises:
         GenerationError: all examples of a stream are requested, or no rollout succeeds.
@@ -307,7 +303,8 @@ async def write_rows(
 
     await player.open()
     try:
-        await gather_or_cancel(play_next() for _ in range(min(num_at_once, total)))
+        num_at_once = min(player.options.max_concurrent, total)
+        await gather_or_cancel(play_next() for _ in range(num_at_once))
     finally:
         await player.close()
     said = f"{num['written']} of {len(rewards) + len(errors)} rollouts written"
@@ -316,4 +313,5 @@ async def write_rows(
         said += f"; {num['cut']} left out, because a length limit cut a turn"
     if errors:
         said += f"; {len(errors)} failed, the first by {errors[0]}"
-    return num["written"], said
+    print(f"vf-rl generate: {player.name}: {said}", flush=True)
+    return num["written"]

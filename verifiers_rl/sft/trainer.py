@@ -152,11 +152,10 @@ class SFTTrainer(RLTrainer):
                 args.chat_template_kwargs,
                 self._base_of(self.model).config.get_text_config().vocab_size,
             )
-            source.rows = tokens.of_rows(train_dataset, "for training", print)
+            source.rows = tokens.of_rows(train_dataset, "for training")
             ends = tokens.end_tokens(source.rows)
             if eval_dataset is not None:
-                held_out = tokens.of_rows(eval_dataset, "for evaluations", print)
-                self._held_out = make_samples(held_out)
+                self._held_out = make_samples(tokens.of_rows(eval_dataset, "for evaluations"))
         found = broadcast_outcome({"num_rows": len(source.rows), "ends": ends})
         self._steps_per_epoch = math.ceil(found["num_rows"] / args.batch_size)
         if args.max_steps == -1:
@@ -246,12 +245,15 @@ class SFTTrainer(RLTrainer):
 
 def make_samples(rows: Sequence[Sequence[Tokens]]) -> list[Sample]:
     """Return the samples of some rows. Those of one row are of one rollout and group."""
-    samples = []
-    for number, row in enumerate(rows):
-        for token_ids, loss_mask in row:
-            # NaN: no policy sampled these tokens.
-            logprobs, versions = np.where(loss_mask, np.nan, 0), np.full(len(token_ids), -1)
-            sample = Sample(token_ids, loss_mask, logprobs, versions)
-            sample.rollout_id = sample.group_id = number
-            samples.append(sample)
-    return samples
+    return [
+        Sample(
+            token_ids,
+            loss_mask,
+            np.where(loss_mask, np.nan, 0),  # no policy sampled these tokens
+            np.full(len(token_ids), -1),
+            rollout_id=number,
+            group_id=number,
+        )
+        for number, row in enumerate(rows)
+        for token_ids, loss_mask in row
+    ]
