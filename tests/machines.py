@@ -87,8 +87,8 @@ def machines(number):
 
 _SERVER = """
 import http.server, os, sys
-from verifiers_rl.process.parent import die_with_parent
-die_with_parent(int(os.environ["VERIFIERS_RL_DIE_WITH_PARENT"]))
+from verifiers_rl.process.ending import end_with_starter
+end_with_starter()
 host, port = sys.argv[1:3]
 class Answer(http.server.BaseHTTPRequestHandler):
     def do_GET(self):

@@ -12,7 +12,7 @@ import pytest
 from tests.conftest import free_port, processes_of, wait_until
 from tests.helpers import ROOT, environment_with
 from verifiers_rl.cli import train
-from verifiers_rl.cli.ending import end_with
+from verifiers_rl.process.ending import end_with
 from verifiers_rl.process.interrupts import Interrupted
 
 # --- vf-train -------------------------------------------------------------------------------------
@@ -173,7 +173,8 @@ time.sleep(300)
 RANK = """
 import os, sys, time
 from pathlib import Path
-from verifiers_rl.cli import ending, train
+from verifiers_rl.cli import train
+from verifiers_rl.process import ending
 
 def wait(*command):
     names = ("RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES")

@@ -147,8 +147,8 @@ def test_a_cluster_that_is_too_small_is_one_clear_error(machines_of, monkeypatch
 # for a file.
 PLAY_TRAINER = f"""
 {REACH_SERVERS}
-from verifiers_rl.process.parent import die_with_parent
-die_with_parent(int(os.environ["VERIFIERS_RL_DIE_WITH_PARENT"]))
+from verifiers_rl.process.ending import end_with_starter
+end_with_starter()
 print("trains with", len(servers), "servers", flush=True)
 while not os.path.exists(sys.argv[1]):
     time.sleep(0.05)

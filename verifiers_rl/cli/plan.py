@@ -12,9 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from verifiers_rl.cli.config import ClusterTable, RunConfig, TomlError, TrainConfig
-from verifiers_rl.cli.ending import SAVE_GRACE_S
 from verifiers_rl.cli.errors import folder_error
 from verifiers_rl.cli.gpus import visible_gpus
+from verifiers_rl.process.ending import SAVE_GRACE_S
 from verifiers_rl.report.run_folder import RunFolderError, prepare_run_folder
 from verifiers_rl.report.trackers import tracker_error
 

@@ -9,7 +9,6 @@ exit status. One supervisor starts them, restarts the server when it dies, and e
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import sys
 import tempfile
@@ -25,7 +24,6 @@ from verifiers_rl.cli.config import (
     load_run_config,
     parse_command_line,
 )
-from verifiers_rl.cli.ending import SAVE_GRACE_S, end_with, interrupt_by_signals
 from verifiers_rl.cli.errors import fail
 from verifiers_rl.cli.gpus import visible_gpus
 from verifiers_rl.cli.layers import load_leaf
@@ -42,6 +40,7 @@ from verifiers_rl.cli.plan import (
 )
 from verifiers_rl.cli.resolved import dry_run, write_resolved
 from verifiers_rl.cli.supervise import LOGS, ThisMachine, set_token, supervise
+from verifiers_rl.process.ending import SAVE_GRACE_S, end_with_starter, interrupt_by_signals
 from verifiers_rl.process.terminal import print_all_characters
 from verifiers_rl.report.run_folder import RunFolderError, WritingError, read_metrics
 
@@ -69,8 +68,7 @@ USAGE = (
 
 
 def main() -> None:
-    if parent := os.environ.pop("VERIFIERS_RL_DIE_WITH_PARENT", None):  # of `generate`
-        end_with({int(parent)})
+    end_with_starter()
     interrupt_by_signals()
     print_all_characters()
     try:

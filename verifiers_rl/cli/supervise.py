@@ -27,7 +27,6 @@ from verifiers_rl.cli.children import (
     LocalChild,
 )
 from verifiers_rl.cli.config import RunConfig, TomlError, words_of
-from verifiers_rl.cli.ending import SAVE_GRACE_S
 from verifiers_rl.cli.plan import (
     Address,
     ServerPlan,
@@ -39,6 +38,7 @@ from verifiers_rl.cli.plan import (
 from verifiers_rl.data import printable
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
 from verifiers_rl.inference.port import RESERVED_VARIABLE, PortError, reserve_port
+from verifiers_rl.process.ending import SAVE_GRACE_S
 from verifiers_rl.process.interrupts import Interrupted, handle_signals, say
 
 BACKOFF_S = 1.0  # before the first restart, doubled before each further one

@@ -25,11 +25,11 @@ from verifiers_rl.cli.config import (
     parse_command_line,
     words_of,
 )
-from verifiers_rl.cli.ending import end_by_signals, end_with, interrupt_by_signals
 from verifiers_rl.cli.errors import fail
 from verifiers_rl.cli.plan import REQUEST_VARIABLE
 from verifiers_rl.data import printable
 from verifiers_rl.process import parent
+from verifiers_rl.process.ending import end_by_signals, end_with_starter, interrupt_by_signals
 from verifiers_rl.process.interrupts import Interrupted
 from verifiers_rl.process.terminal import print_all_characters
 
@@ -58,14 +58,11 @@ def main(name: str = "vf-train", kind: type[TrainConfig] = RunConfig) -> None:
         name: of the command.
         kind: of its configuration.
     """
-    # Not for what we start in turn.
-    if starter := os.environ.pop("VERIFIERS_RL_DIE_WITH_PARENT", None):
-        # Under accelerate its launcher is between us and vf-rl.
-        end_with({int(starter), os.getppid()})
+    end_with_starter()
     interrupt_by_signals()
     print_all_characters()
     try:
-        # Nor this, by which what the script starts would be taken for the script.
+        # Not for what the script starts in turn, which would be taken for the script.
         if request := os.environ.pop(REQUEST_VARIABLE, None):
             parent.ask_for_server = partial(ask_for_server, Path(request))
             del sys.argv[0]

@@ -27,10 +27,10 @@ from typing import Any
 
 from verifiers_rl.cli.children import NUM_SHOWN_LINES, POLL_S, Child, ChildError, LocalChild
 from verifiers_rl.cli.config import ClusterTable, RunConfig, TomlError
-from verifiers_rl.cli.ending import SAVE_GRACE_S
 from verifiers_rl.cli.plan import MACHINE_VARIABLES as VARIABLES
 from verifiers_rl.cluster.ray_engine import run_on_ray
 from verifiers_rl.inference.client import TOKEN_VARIABLE
+from verifiers_rl.process.ending import SAVE_GRACE_S, end_with_starter
 from verifiers_rl.process.interrupts import handle_signals
 from verifiers_rl.process.waiting import wait_until
 
@@ -260,9 +260,7 @@ def ray_here(words: list[str], folder: Path, what: str, timeout_s: float) -> Ite
 
 def main() -> None:
     """Be the program `ray`, and end with the process that started us."""
-    from verifiers_rl.process.parent import die_with_parent
-
-    die_with_parent(int(os.environ.pop("VERIFIERS_RL_DIE_WITH_PARENT")))
+    end_with_starter()
     from ray.scripts.scripts import main as ray
 
     run: Callable[[], None] = ray

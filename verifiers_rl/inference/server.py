@@ -31,6 +31,7 @@ from verifiers_rl.inference.client import LOOPBACK, TOKEN_VARIABLE, keep_alive, 
 from verifiers_rl.inference.generation import NUM_TIES
 from verifiers_rl.inference.plugin import SERVER_PID, end_with_server
 from verifiers_rl.inference.port import PortError, reserve_port
+from verifiers_rl.process.ending import end_with_starter
 from verifiers_rl.process.limits import raise_open_files
 from verifiers_rl.types import MAX_MASK
 
@@ -252,10 +253,7 @@ async def serve(args: Any) -> None:
 
 
 def main() -> None:
-    if parent := os.environ.pop("VERIFIERS_RL_DIE_WITH_PARENT", None):
-        from verifiers_rl.process.parent import die_with_parent
-
-        die_with_parent(int(parent))
+    end_with_starter()
     if problem := sockets_error():  # first: the rest takes a minute
         sys.exit(f"vf-vllm: error: {problem}")
     os.environ[SERVER_PID] = str(os.getpid())  # before vLLM loads its plugins
