@@ -218,7 +218,7 @@ class Checkpoints(TrainerCallback):
         if trainer.is_world_process_zero():
             write_run(self._folder, {"save_final": args.save_final})
             with showing("how the run ended"):
-                print("\n".join(closing_lines(self._folder)), flush=True)
+                print("\n".join(closing_lines(self._folder)))
 
     # --- All ranks --------------------------------------------------------------------------------
 

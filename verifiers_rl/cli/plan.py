@@ -269,7 +269,7 @@ def gpu_build_of_vllm() -> str | None:
 
 
 def say(text: str) -> None:
-    print(f"vf-rl: {text}", file=sys.stderr, flush=True)
+    print(f"vf-rl: {text}", file=sys.stderr)
 
 
 def split_gpus(config: RunConfig) -> None:

@@ -110,6 +110,6 @@ def dry_run(config: TrainConfig) -> int:
     except ConfigError as error:
         raise config.of_option(str(error)) from error
     check_start(config, args)
-    print(resolved_text(config, args.output_dir), end="", flush=True)
+    print(resolved_text(config, args.output_dir), end="")
     print(f"{config.PROGRAM}: nothing was started", file=sys.stderr)
     return 0

@@ -228,7 +228,7 @@ def check(config: RunConfig) -> int:
             logs, kept = Path(folder, LOGS), tempfile.mkdtemp(prefix="vf-rl-check-")
             logs.mkdir(exist_ok=True)  # there are none where Ray brings them here
             shutil.copytree(logs, kept, dirs_exist_ok=True)
-            print(f"vf-rl: to fix: {problem}; the servers' output is in {kept}", flush=True)
+            print(f"vf-rl: to fix: {problem}; the servers' output is in {kept}")
     return int(bool(problem))
 
 
@@ -243,7 +243,7 @@ def problem_of(folder: Path) -> str | None:
             for name in ("reward", "mismatch_kl", "sync_s", "step_s")
             if row.get(name) is not None
         )
-        print(f"vf-rl: step {row['step']:g}: {', '.join(shown)}", flush=True)
+        print(f"vf-rl: step {row['step']:g}: {', '.join(shown)}")
     if not rows:
         return (
             "no step had a token to train on: all rewards of a group were equal, or all replies "
@@ -253,7 +253,7 @@ def problem_of(folder: Path) -> str | None:
     # None: it was not finite.
     if any(row["mismatch_kl"] is None or row["mismatch_kl"] > bound for row in rows):
         return f"mismatch_kl above {bound:g}: docs/mismatch.md says what brings both sides together"
-    print("vf-rl: all is ok", flush=True)
+    print("vf-rl: all is ok")
     return None
 
 

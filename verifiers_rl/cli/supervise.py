@@ -197,7 +197,7 @@ class ThisMachine:
                 f"{self._logs}, for the servers' output: {error.strerror}; choose another "
                 "output_dir"
             ) from error
-        print(f"vf-rl: the servers' output is in {self._logs}", flush=True)
+        print(f"vf-rl: the servers' output is in {self._logs}")
 
     def _log(self, plan: ServerPlan) -> Path:
         return self._logs / f"{plan.name}.log"
@@ -243,9 +243,7 @@ def supervise(config: RunConfig, plans: Sequence[ServerPlan], launcher: Launcher
         for server in servers:
             addresses[server.plan.name] = address = server.child.find_address()
             where = host_and_port(*address)
-            print(
-                f"vf-rl: starting {server.plan.name} on {where}, up to {timeout_s:g} s", flush=True
-            )
+            print(f"vf-rl: starting {server.plan.name} on {where}, up to {timeout_s:g} s")
         for trainer in launcher.start_trainers(trainer_env(addresses)):
             trainers.append(trainer)
         while True:

@@ -26,12 +26,21 @@ from verifiers_rl.cli.config import (
     words_of,
 )
 from verifiers_rl.cli.errors import fail
-from verifiers_rl.cli.plan import REQUEST_VARIABLE
+from verifiers_rl.cli.plan import (
+    REQUEST_VARIABLE,
+    check_start,
+    launcher_env,
+    options_of_servers,
+    trainer_command,
+)
 from verifiers_rl.data import printable
+from verifiers_rl.inference.client import InferenceServerError
+from verifiers_rl.option_rules import ConfigError
 from verifiers_rl.process import parent
 from verifiers_rl.process.ending import end_by_signals, end_with_starter, interrupt_by_signals
 from verifiers_rl.process.interrupts import Interrupted
 from verifiers_rl.process.terminal import print_all_characters
+from verifiers_rl.report.run_folder import RunFolderError, WritingError, replace_file
 
 # Options that decide how a server is started; see cli/plan.py.
 OF_SERVER = (
@@ -93,9 +102,6 @@ def ask_for_server(path: Path, policy: Any, adapter: Any, args: Any) -> None:
 
     import tomli_w
 
-    from verifiers_rl.config import ConfigError
-    from verifiers_rl.report.run_folder import replace_file
-
     model, rank = policy.name_or_path, getattr(adapter, "r", 0)
     if args.vllm_servers:
         raise ConfigError(
@@ -131,9 +137,7 @@ def ask_for_server(path: Path, policy: Any, adapter: Any, args: Any) -> None:
 
 
 def train(name: str = "vf-train", kind: type[TrainConfig] = RunConfig) -> None:
-    from verifiers_rl.cli.plan import check_start, launcher_env, options_of_servers, trainer_command
     from verifiers_rl.cli.resolved import dry_run, write_resolved
-    from verifiers_rl.report.run_folder import RunFolderError, WritingError
 
     usage = f"{name} {USAGE}"
     parser = argparse.ArgumentParser(prog=name, usage=usage, description=ABOUT, **PARSER)
@@ -147,15 +151,12 @@ def train(name: str = "vf-train", kind: type[TrainConfig] = RunConfig) -> None:
             sys.exit(dry_run(config))
         if config.trainer.gpus > 1 and "LOCAL_RANK" not in os.environ:
             os.environ.update(launcher_env())
-            sys.stdout.flush()
             command = trainer_command(config, words_of(config))
             os.execv(sys.executable, [sys.executable, *command])
     except (TomlError, RunFolderError) as error:
         fail(error, name)
 
-    from verifiers_rl.config import ConfigError
     from verifiers_rl.envs.base import InvalidEnvironmentError
-    from verifiers_rl.inference.client import InferenceServerError
     from verifiers_rl.orchestrator import RolloutError
 
     trainer = None

@@ -137,7 +137,7 @@ def run_on_machines(config: RunConfig) -> int | None:
             return join(machine, timeout_s, Path(folder))
         config.cluster.address = f"{address}:{machine.port}"
         where = f"Ray's head for {machine.size} machines at {config.cluster.address}"
-        print(f"vf-rl: this machine is {where}", flush=True)
+        print(f"vf-rl: this machine is {where}")
         words = ["--head", "--node-ip-address", address, "--port", str(machine.port)]
         words += ["--include-dashboard", "false"]
         with ray_here(words, Path(folder), where, timeout_s):
@@ -176,7 +176,7 @@ def join(machine: Machine, timeout_s: float, folder: Path) -> int:
         ChildError: there is no head within `timeout_s`, or it is lost.
     """
     where, address = f"Ray's head at {machine.host}:{machine.port}", ""
-    print(f"vf-rl: machine {machine.rank} of {machine.size} joins {where}", flush=True)
+    print(f"vf-rl: machine {machine.rank} of {machine.size} joins {where}")
 
     def listens() -> bool:
         nonlocal address
@@ -199,7 +199,7 @@ def join(machine: Machine, timeout_s: float, folder: Path) -> int:
         is_second, stopped = bool(stopped), number
         # The launcher that sends it here sends it to rank 0 too, which saves a checkpoint.
         deadline = 0.0 if is_second else time.monotonic() + SAVE_GRACE_S + 60.0
-        print(f"\nvf-rl: {signal.Signals(number).name}: waiting for the end of the run", flush=True)
+        print(f"\nvf-rl: {signal.Signals(number).name}: waiting for the end of the run")
 
     words = ["--address", f"{address}:{machine.port}"]
     with ray_here(words, folder, f"Ray on this machine, which joins {where},", timeout_s) as ray:

@@ -143,7 +143,7 @@ class RayChild(Child):
                     self._status, self._last_lines = result
                 else:
                     self.address = host, port = result
-                    print(f"vf-rl: {self.name} is on {host}", flush=True)
+                    print(f"vf-rl: {self.name} is on {host}")
                     self._awaited = self._actor.run.remote(*self._plan((host, port)), host)
             elif self.address is None and time.monotonic() > self._deadline:
                 self._lose(
@@ -310,7 +310,7 @@ def write_code(config: RunConfig, output_dir: str, folder: Path) -> None:
 
     data, secrets = resolved(config, output_dir)
     for key in secrets:
-        print(f"vf-rl: not sent to the machines of the cluster: {LEFT_OUT}{key}", flush=True)
+        print(f"vf-rl: not sent to the machines of the cluster: {LEFT_OUT}{key}")
     data.pop("cluster", None)
     data["import_from"] = []
     for number, source in enumerate(config.folders):

@@ -208,4 +208,4 @@ def raise_if_interrupted() -> None:
 def say(text: str) -> None:
     """Print a line to stderr. A progress bar may be in the middle of a line there."""
     with showing("a line"):
-        print(f"\n{text}", file=sys.stderr, flush=True)
+        print(f"\n{text}", file=sys.stderr)

@@ -13,11 +13,12 @@ logger = logging.getLogger(__name__)
 
 def print_all_characters() -> None:
     """Let `print` escape the characters that the encoding of the terminal lacks, such as those
-    beyond Latin-1, where it would raise UnicodeEncodeError.
+    beyond Latin-1, where it would raise UnicodeEncodeError. Each line is there at once, in a file
+    and a pipe, too.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a notebook has another stream, in UTF-8
-            stream.reconfigure(errors="backslashreplace")
+            stream.reconfigure(errors="backslashreplace", line_buffering=True)
 
 
 @contextmanager

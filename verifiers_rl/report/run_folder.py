@@ -215,7 +215,7 @@ def enter_run_folder(args: Any, resume: bool | str | None) -> str | None:
                         name,
                         before,
                     )
-                print(f"resuming from {checkpoint}", flush=True)
+                print(f"resuming from {checkpoint}")
                 _set_later_aside(Path(args.output_dir), _step_of(checkpoint))
             found = {"checkpoint": checkpoint and str(checkpoint)}
     finally:  # rank 0 may rename checkpoints, so it alone looks
@@ -255,7 +255,7 @@ def _set_later_aside(folder: Path, step: int) -> None:
             target.parent.mkdir(exist_ok=True)
             shutil.rmtree(target, ignore_errors=True)
             later.rename(target)
-            print(f"{later.name} has steps that are repeated: it is now {target}", flush=True)
+            print(f"{later.name} has steps that are repeated: it is now {target}")
 
 
 def clear_run_folder(folder: Path) -> None:
