@@ -16,8 +16,14 @@ from verifiers_rl.report.run_folder import RESOLVED, replace_file, writing
 
 # Flags and options that may be a path, which is relative to where vf-rl was started.
 PATHS = (
-    *("deepspeed", "fsdp_config", "accelerator_config", "resume_from_checkpoint"),
-    *("chat_template", "tokenizer", "hf_config_path", "generation_config"),
+    "deepspeed",
+    "fsdp_config",
+    "accelerator_config",
+    "resume_from_checkpoint",
+    "chat_template",
+    "tokenizer",
+    "hf_config_path",
+    "generation_config",
 )
 LEFT_OUT = "Left out, because its name or its form is that of a secret: "
 

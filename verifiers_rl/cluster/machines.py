@@ -23,21 +23,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from verifiers_rl.cli.children import NUM_SHOWN_LINES, POLL_S, Child, ChildError, LocalChild
 from verifiers_rl.cli.config import ClusterTable, RunConfig, TomlError
 from verifiers_rl.cli.plan import MACHINE_VARIABLES as VARIABLES
-from verifiers_rl.cluster.ray_engine import run_on_ray
+from verifiers_rl.cluster.ray_engine import END, END_VARIABLE, run_on_ray
 from verifiers_rl.inference.client import TOKEN_VARIABLE
 from verifiers_rl.process.ending import SAVE_GRACE_S, end_with_starter
 from verifiers_rl.process.interrupts import handle_signals
 from verifiers_rl.process.waiting import wait_until
 
-# In the environment of Ray on a machine: the folder that gets a file with the run's status in its
-# name, which is there at once.
-END_VARIABLE, END = "VERIFIERS_RL_END_FOLDER", "ended-"
-TELL_S = 30.0  # deadline for telling the other machines that the run has ended
 LOST_S = 25  # so long a machine does without the head
 
 
@@ -141,7 +136,7 @@ def run_on_machines(config: RunConfig) -> int | None:
         words = ["--head", "--node-ip-address", address, "--port", str(machine.port)]
         words += ["--include-dashboard", "false"]
         with ray_here(words, Path(folder), where, timeout_s):
-            return run_on_ray(config, machine.size, tell_others)
+            return run_on_ray(config, machine.size)
 
 
 def find_head(machine: Machine) -> str:
@@ -214,19 +209,6 @@ def join(machine: Machine, timeout_s: float, folder: Path) -> int:
                     "with RANK=0"
                 )
         return 128 + stopped
-
-
-def tell_others(ray: Any, status: int) -> None:
-    """Tell the other machines that the run has ended."""
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
-
-    tell, nodes = ray.remote(_write_end).options, [n["NodeID"] for n in ray.nodes() if n["Alive"]]
-    calls = [tell(num_cpus=0, scheduling_strategy=On(n, soft=False)).remote(status) for n in nodes]
-    ray.wait(calls, num_returns=len(calls), timeout=TELL_S)
-
-
-def _write_end(status: int) -> None:
-    Path(os.environ[END_VARIABLE], f"{END}{status}").touch()
 
 
 @contextmanager

@@ -40,8 +40,13 @@ WORKER_EXTENSION = "verifiers_rl.inference.worker.WeightSyncWorker"
 GATEWAY = "verifiers_rl.inference.gateway.Gateway"
 # Flags of vLLM that start API processes or engines beside this process and its engines.
 OTHER_PROCESSES = (
-    *("api_server_count", "headless", "data_parallel_external_lb", "data_parallel_hybrid_lb"),
-    *("data_parallel_rank", "data_parallel_multi_port_external_lb", "data_parallel_start_rank"),
+    "api_server_count",
+    "headless",
+    "data_parallel_external_lb",
+    "data_parallel_hybrid_lb",
+    "data_parallel_rank",
+    "data_parallel_multi_port_external_lb",
+    "data_parallel_start_rank",
     "data_parallel_size_local",
 )
 NUM_CONNECTIONS = 8192  # at a time, if the system allows it: one for each rollout in flight

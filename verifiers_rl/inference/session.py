@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -24,6 +25,7 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+@dataclass(eq=False)
 class RolloutSession:
     """The server, the seeds and the deadline of one rollout.
 
@@ -39,20 +41,15 @@ class RolloutSession:
         has_passed: whether the deadline has ended the code inside `limited`.
     """
 
-    def __init__(
-        self,
-        policy_version: int,
-        url: str | None = None,
-        group_seed: int | None = None,
-        number: int = 0,
-    ) -> None:
-        self.policy_version = policy_version
-        self.url = url
-        self.is_lost = False
-        self.has_passed = False
-        self._group_seed, self._number, self._num_seeds = group_seed, number, 0
-        self._requests: set[asyncio.Timeout] = set()
-        self._timeout: asyncio.Timeout | None = None  # while the code in `limited` runs
+    policy_version: int
+    url: str | None = None
+    group_seed: int | None = None
+    number: int = 0
+    is_lost: bool = False
+    has_passed: bool = False
+    _num_seeds: int = 0
+    _requests: set[asyncio.Timeout] = field(default_factory=set)
+    _timeout: asyncio.Timeout | None = None  # while the code in `limited` runs
 
     @asynccontextmanager
     async def limited(self, timeout_s: float) -> AsyncIterator[RolloutSession]:
@@ -73,10 +70,10 @@ class RolloutSession:
 
     def with_seed(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the body of the rollout's next request with its seed, unless it has its own."""
-        if self._group_seed is None:
+        if self.group_seed is None:
             return body
         self._num_seeds += 1
-        return {"seed": derive_seed(self._group_seed, self._number, self._num_seeds), **body}
+        return {"seed": derive_seed(self.group_seed, self.number, self._num_seeds), **body}
 
     def fail(self) -> None:
         """Mark the server as lost, and end the requests that wait for it. Without effect if there

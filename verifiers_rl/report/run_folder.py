@@ -37,7 +37,12 @@ RL_STATE = "rl_state.json"  # in a checkpoint: what our own parts need to contin
 MANIFEST = "manifest.json"
 # Options without which a checkpoint cannot be loaded, and what trains.
 OF_WEIGHTS = (
-    *("TRAINER", "use_lora", "lora_rank", "lora_alpha", "lora_use_rslora", "lora_target_modules"),
+    "TRAINER",
+    "use_lora",
+    "lora_rank",
+    "lora_alpha",
+    "lora_use_rslora",
+    "lora_target_modules",
     "optim",
 )
 # Options whose values a checkpoint's optimizer has, so that new ones do not reach it.

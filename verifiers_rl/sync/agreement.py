@@ -80,7 +80,10 @@ def sample(client: InferenceClient, model_name: str, prompt_ids: list[int], args
         "ignore_eos": True,
         "temperature": args.temperature,
         # Fixed whatever the run sets: these change the server's probabilities on purpose.
-        **{"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
         "logprobs": 1,
         "return_token_ids": True,
     }

@@ -34,6 +34,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from functools import partial
 from operator import methodcaller
 from typing import Any, Literal
@@ -105,6 +106,7 @@ def make_plan(
     return TransferPlan(tensors=shapes, dtype=dtype, bucket_bytes=bucket_bytes, adapter=adapter)
 
 
+@dataclass(eq=False)
 class WeightSync:
     """The trainer's end of the sync with one server, on rank 0.
 
@@ -123,22 +125,15 @@ class WeightSync:
         num_pushes: that the server has loaded since `connect`.
     """
 
-    def __init__(
-        self,
-        client: InferenceClient,
-        backend: Literal["auto", "nccl", "http"] = "auto",
-        lora_sync: Literal["adapter", "merged"] = "adapter",
-        timeout_s: float = 300.0,
-        bucket_bytes: int = 16 * 2**20,
-        trainer: str | None = None,
-    ) -> None:
-        self.client = client
-        self.backend = backend
-        self.lora_sync = lora_sync
-        self.timeout_s = timeout_s
-        self.bucket_bytes = bucket_bytes
+    client: InferenceClient
+    backend: Literal["auto", "nccl", "http"] = "auto"
+    lora_sync: Literal["adapter", "merged"] = "adapter"
+    timeout_s: float = 300.0
+    bucket_bytes: int = 16 * 2**20
+    trainer: str = field(default_factory=partial(secrets.token_hex, 8))
+
+    def __post_init__(self) -> None:
         self.plan: TransferPlan
-        self._trainer = trainer or secrets.token_hex(8)
         self._hold: ControlRequest | None = None  # is open while the server is this trainer's
         self.connection: str | None = None
         self.num_pushes = 0
@@ -193,7 +188,7 @@ class WeightSync:
         )
         fields = {
             "timeout_s": self.timeout_s,
-            "trainer": self._trainer,
+            "trainer": self.trainer,
             "name": f"process {os.getpid()} on {socket.gethostname()}",
             "plan": self.plan.model_dump(),
         }
@@ -201,7 +196,10 @@ class WeightSync:
         if backend != "http":
             largest = max(bucket.num_bytes for bucket in self.plan.buckets)
             self._nccl = NcclTransport(
-                *(0, 1 + status["world_size"], device, self.timeout_s),
+                0,
+                1 + status["world_size"],
+                device,
+                self.timeout_s,
                 # If the server refuses, its workers join no collective.
                 is_given_up=lambda: self._request is not None and self._request.has_reply(),
                 make_group=partial(SharedBucket, device, largest) if backend == "ipc" else None,
