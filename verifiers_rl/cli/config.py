@@ -115,8 +115,6 @@ from verifiers_rl.option_rules import (
     Text,
     Texts,
     load_user_code,
-    must,
-    names_user_code,
     problem_of,
 )
 from verifiers_rl.process.secret_names import set_secrets
@@ -277,9 +275,7 @@ class TrainerTable(Table):
     """[trainer]."""
 
     gpus: NotNegativeInt = Field(default_factory=default_gpus)
-    class_: Annotated[str, must("be of the form module:name", names_user_code)] = Field(
-        default="", alias="class"
-    )
+    class_: str = Field(default="", alias="class")
     args: dict[str, Any] = {}
 
 

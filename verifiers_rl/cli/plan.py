@@ -333,13 +333,7 @@ def trainer_env(addresses: dict[str, Address]) -> dict[str, str]:
         addresses: of the servers, by the names of their plans.
     """
     servers = {name: host_and_port(*where) for name, where in addresses.items()}
-    return {SERVERS_VARIABLE: json.dumps(servers), **launcher_env()}
-
-
-def launcher_env() -> dict[str, str]:
-    """Return the variable of torch's launcher with the seconds after which it kills its ranks."""
-    name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # by default 30 s
-    return {name: os.environ.get(name, str(round(SAVE_GRACE_S)))}
+    return {SERVERS_VARIABLE: json.dumps(servers)}
 
 
 def started_servers() -> dict[str, str]:
@@ -378,4 +372,7 @@ def trainer_command(
         return command
     launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={max(gpus, 1)}"]
     launcher += [f"--nnodes={num_machines}", f"--node-rank={number}"]
+    # The launcher kills its ranks so long after it has asked them to end; by default 30 s.
+    grace_s = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", round(SAVE_GRACE_S))
+    launcher.append(f"--shutdown-timeout={grace_s}")
     return [*launcher, f"--master-addr={master[0]}", f"--master-port={master[1]}", *command]

@@ -32,7 +32,6 @@ from verifiers_rl.cli.plan import (
     check_start,
     check_trainer_options,
     is_on_several,
-    launcher_env,
     plan_run,
     say,
     show_gpus,
@@ -168,7 +167,6 @@ def run_script(words: list[str]) -> int:
         env = {
             REQUEST_VARIABLE: str(request),
             "CUDA_VISIBLE_DEVICES": ",".join(gpus),
-            **launcher_env(),
         }
         script = LocalChild(path.name, trainer_command(ranks, words), env)
         try:

@@ -29,7 +29,6 @@ from verifiers_rl.cli.errors import fail
 from verifiers_rl.cli.plan import (
     REQUEST_VARIABLE,
     check_start,
-    launcher_env,
     options_of_servers,
     trainer_command,
 )
@@ -150,7 +149,6 @@ def train(name: str = "vf-train", kind: type[TrainConfig] = RunConfig) -> None:
         if options.dry_run:
             sys.exit(dry_run(config))
         if config.trainer.gpus > 1 and "LOCAL_RANK" not in os.environ:
-            os.environ.update(launcher_env())
             command = trainer_command(config, words_of(config))
             os.execv(sys.executable, [sys.executable, *command])
     except (TomlError, RunFolderError) as error:

@@ -88,7 +88,7 @@ class Gateway:
                 fields, config = json.loads(body), scope["app"].state.engine_client.model_config
                 tokens = TokenRequest(fields, config.get_vocab_size(), config.max_model_len)
                 scope, receive = with_body(scope, json.dumps(fields).encode(), receive)
-                if tokens.seeds is not None and self.chat is None:
+                if self.chat is None:
                     self.chat = scope["app"].state.openai_serving_chat
                     reply_in_lines(self.chat)
         except ValueError as problem:

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import atexit
-import logging
 import os
 import secrets
 import signal
@@ -33,6 +31,7 @@ from verifiers_rl.inference.plugin import SERVER_PID, end_with_server
 from verifiers_rl.inference.port import PortError, reserve_port
 from verifiers_rl.process.ending import end_with_starter
 from verifiers_rl.process.limits import raise_open_files
+from verifiers_rl.process.terminal import end_without_noise
 from verifiers_rl.types import MAX_MASK
 
 # Names by which vLLM imports parts of ours.
@@ -206,17 +205,6 @@ def sockets_error() -> str | None:
         f"{folder!r} is too long a folder for vLLM's sockets, whose paths need one of at most "
         f"{MAX_SOCKET_FOLDER} bytes; set TMPDIR or VLLM_RPC_BASE_PATH to a shorter one"
     )
-
-
-def end_without_noise(status: int) -> NoReturn:
-    """End as Python would, but without what compiled modules print when they are unloaded, and
-    without waiting for threads: triton's modules print 30 lines about its leaks.
-    """
-    atexit._run_exitfuncs()
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 async def serve(args: Any) -> None:

@@ -38,6 +38,7 @@ class RolloutSession:
 
     Attributes:
         is_lost: the server does not answer, or has lost the policy; the rollout must begin again.
+        deadline: by the event loop's clock, while the code inside `limited` runs.
         has_passed: whether the deadline has ended the code inside `limited`.
     """
 
@@ -46,27 +47,22 @@ class RolloutSession:
     group_seed: int | None = None
     number: int = 0
     is_lost: bool = False
+    deadline: float | None = None
     has_passed: bool = False
     _num_seeds: int = 0
     _requests: set[asyncio.Timeout] = field(default_factory=set)
-    _timeout: asyncio.Timeout | None = None  # while the code in `limited` runs
 
     @asynccontextmanager
     async def limited(self, timeout_s: float) -> AsyncIterator[RolloutSession]:
         """Inside, the rollout has this deadline. Raises TimeoutError when it has passed."""
-        timeout = self._timeout = asyncio.timeout(timeout_s)
+        self.deadline = asyncio.get_running_loop().time() + timeout_s
+        timeout = asyncio.timeout_at(self.deadline)
         try:
             async with timeout:
                 yield self
         finally:
             # Requests that score it have no deadline of the rollout.
-            self._timeout, self.has_passed = None, timeout.expired()
-
-    @property
-    def left_s(self) -> float | None:
-        """Seconds until the deadline; None without one."""
-        when = self._timeout.when() if self._timeout is not None else None
-        return None if when is None else max(when - asyncio.get_running_loop().time(), 0.0)
+            self.deadline, self.has_passed = None, timeout.expired()
 
     def with_seed(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the body of the rollout's next request with its seed, unless it has its own."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import io
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +22,17 @@ def print_all_characters() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a notebook has another stream, in UTF-8
             stream.reconfigure(errors="backslashreplace", line_buffering=True)
+
+
+def end_without_noise(status: int) -> NoReturn:
+    """End as Python would, but without what compiled modules print when they are unloaded, and
+    without waiting for threads: triton's modules print 30 lines about its leaks.
+    """
+    atexit._run_exitfuncs()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 @contextmanager

@@ -312,12 +312,14 @@ def write_metrics(folder: Path, rows: list[dict[str, Any]]) -> None:
 
 def replace_file(target: Path, content: bytes, fix: str = "make room there") -> None:
     """Write a file that others may be reading, which find the old one or the new one, and no part.
+    Its folder is made if it is not there.
 
     Raises:
         WritingError: it cannot be written.
     """
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
     with writing(target, fix):
+        target.parent.mkdir(parents=True, exist_ok=True)
         try:
             unfinished.write_bytes(content)
             unfinished.replace(target)
@@ -386,7 +388,7 @@ def _damaged_files(checkpoint: Path, reads_all: bool) -> list[str]:
     read.
     """
     try:
-        files = json.loads((checkpoint / MANIFEST).read_text("utf-8"))
+        files = json.loads((checkpoint / MANIFEST).read_bytes())
     except (FileNotFoundError, ValueError):
         return [MANIFEST]
 
@@ -405,7 +407,7 @@ def read_run(folder: str | Path) -> dict[str, Any]:
     """Return run.json of a run; {} if there is none, or if it is damaged."""
     run = None
     with suppress(FileNotFoundError, ValueError, RecursionError):
-        run = json.loads((Path(folder) / RUN).read_text("utf-8"))
+        run = json.loads((Path(folder) / RUN).read_bytes())
     return run if isinstance(run, dict) else {}
 
 
@@ -442,9 +444,9 @@ def rl_state_of(checkpoint: str | Path) -> dict[str, Any]:
     """Return what our own parts have saved in a checkpoint, by name. It is as it was written; see
     `raise_if_damaged`.
     """
-    return json.loads((Path(checkpoint) / RL_STATE).read_text("utf-8"))
+    return json.loads((Path(checkpoint) / RL_STATE).read_bytes())
 
 
 def _step_of(checkpoint: Path) -> int:
     """Return the step of a checkpoint that is as it was written."""
-    return json.loads((checkpoint / STATE).read_text("utf-8"))["global_step"]
+    return json.loads((checkpoint / STATE).read_bytes())["global_step"]

@@ -216,14 +216,6 @@ class WeightSync:
             self._by_nccl(self._nccl, self._nccl.wait_until_connected)
         self.connection = self._hold.answer(self._answer_s, stays_open=True)["connection"]
         self.num_pushes = 0
-        logger.info(
-            "weight sync: %s of %d tensors, %.1f MB a push, over %s to %d worker(s)",
-            "full" if adapter is None else "adapter",
-            len(sources),
-            self.plan.num_bytes / 1e6,
-            backend,
-            status["world_size"],
-        )
 
     def begin_push(self, policy_version: int) -> None:
         """Let the connected server take one push. See `push_to_all`."""
