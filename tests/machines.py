@@ -105,7 +105,7 @@ STAND_INS = f"""
 import sys
 from verifiers_rl.cli import plan, supervise
 from verifiers_rl.cluster import ray_engine
-supervise.answers = ray_engine.answers = lambda address: address is not None
+supervise.answers = lambda address: address is not None
 supervise.POLL_S, supervise.BACKOFF_S = 0.1, 0.1
 command = ["-c", {_SERVER!r}]
 plan.ServerPlan.command = lambda self, host, port: [*command, host, str(port)]

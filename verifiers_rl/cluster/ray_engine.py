@@ -38,7 +38,7 @@ from verifiers_rl.cli.plan import (
     trainer_command,
 )
 from verifiers_rl.cli.resolved import LEFT_OUT, resolved
-from verifiers_rl.cli.supervise import answers, set_token, supervise
+from verifiers_rl.cli.supervise import set_token, supervise
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
 from verifiers_rl.process.waiting import wait_until
 
@@ -261,7 +261,7 @@ class RayMachines:
                 join = "/weight_sync/join?host={}&port={}".format(*address)
                 policy = [one.name for one in self._plans if not one.is_needed]
                 for known in map(self._addresses.get, policy):
-                    if known is not None and answers(known):
+                    if known is not None:
                         with suppress(InferenceServerError):
                             InferenceClient(*known).post(join).begin().answer()
             self._addresses[plan.name] = address
@@ -303,9 +303,7 @@ def write_code(config: RunConfig, output_dir: str, folder: Path) -> None:
         TomlError: they are too large.
     """
     # The run's own TOMLs travel as the resolved one, which has no secrets.
-    own = {
-        path.resolve() for path in map(Path, (*config.env_files, *map(str, config.layers.files)))
-    }
+    own = {path.resolve() for path in (*map(Path, config.env_files), *config.layers.files)}
 
     num_bytes = 0
 
@@ -346,10 +344,7 @@ def _write_end(status: int) -> None:
     Path(os.environ[END_VARIABLE], f"{END}{status}").touch()
 
 
-def run_on_ray(
-    config: RunConfig,
-    num_machines: int = 1,
-) -> int:
+def run_on_ray(config: RunConfig, num_machines: int = 1) -> int:
     """Run the configuration on a Ray cluster; return the exit status of its trainer.
 
     Args:
