@@ -204,7 +204,7 @@ class WeightSync:
                 is_given_up=lambda: self._request is not None and self._request.has_reply(),
                 make_group=partial(SharedBucket, device, largest) if backend == "ipc" else None,
             )
-            unique_id = self._by_nccl(self._nccl, self._nccl.unique_id)
+            unique_id = self._by_nccl(self._nccl.unique_id)
             fields["unique_id"] = base64.b64encode(unique_id).decode()
         # The server refuses other trainers until this request is closed, or this process ends, in
         # whatever way. So its reply stays open.
@@ -213,7 +213,7 @@ class WeightSync:
         )
         self._hold.begin()
         if self._nccl is not None:
-            self._by_nccl(self._nccl, self._nccl.wait_until_connected)
+            self._by_nccl(self._nccl.wait_until_connected)
         self.connection = self._hold.answer(self._answer_s, stays_open=True)["connection"]
         self.num_pushes = 0
 
@@ -233,7 +233,7 @@ class WeightSync:
         """Send the next bucket of the plan, packed: (num_bytes,) uint8."""
         nccl, request = self._nccl, self._request
         if nccl is not None:
-            self._by_nccl(nccl, lambda: nccl.send(bucket))
+            self._by_nccl(lambda: nccl.send(bucket))
         elif request is not None:
             array: Any = bucket.cpu().numpy()  # numpy's types lack the buffer protocol
             request.write(memoryview(array))
@@ -249,12 +249,12 @@ class WeightSync:
         """Deadline of a reply, behind the server's own deadlines, whose errors say more."""
         return 3 * self.timeout_s + 60.0
 
-    def _by_nccl(self, nccl: NcclTransport, work: Callable[[], Any]) -> Any:
+    def _by_nccl(self, work: Callable[[], Any]) -> Any:
         """Do our part of a collective. If that fails, the server's reply may say why."""
         try:
             return work()
         except (NcclError, GivenUpError) as error:
-            reason = f"weights over {nccl.way} to {self.client.base_url}: {error}"
+            reason = f"weights to {self.client.base_url}: {error}"
             if self._request is not None:
                 try:
                     self._request.answer(LAST_WORD_S)
