@@ -87,8 +87,8 @@ def machines(number):
 
 _SERVER = """
 import http.server, os, sys
-from verifiers_rl.process.parent import die_with_parent
-die_with_parent(int(os.environ["VERIFIERS_RL_DIE_WITH_PARENT"]))
+from verifiers_rl.process.ending import end_with_starter
+end_with_starter()
 host, port = sys.argv[1:3]
 class Answer(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -105,7 +105,7 @@ STAND_INS = f"""
 import sys
 from verifiers_rl.cli import plan, supervise
 from verifiers_rl.cluster import ray_engine
-supervise.answers = ray_engine.answers = lambda address: address is not None
+supervise.answers = lambda address: address is not None
 supervise.POLL_S, supervise.BACKOFF_S = 0.1, 0.1
 command = ["-c", {_SERVER!r}]
 plan.ServerPlan.command = lambda self, host, port: [*command, host, str(port)]

@@ -101,7 +101,7 @@ def test_vf_train_becomes_the_launcher_of_a_rank_for_each_gpu(
     words = " ".join(became.value.args)
     assert words.startswith(f"{sys.executable} -m torch.distributed.run --nproc-per-node=2 ")
     assert words.endswith(f"-m {kind.MODULE} @ {toml} --resume")
-    assert os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "120"
+    assert " --shutdown-timeout=120 " in words
 
 
 def test_a_flag_of_the_toml_is_ours_only_where_it_is_not_set(write_toml):

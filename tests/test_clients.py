@@ -178,7 +178,7 @@ def test_a_request_ends_at_the_deadline_of_its_rollout(by_another_task):
         if by_another_task:
             with pytest.raises(openai.APITimeoutError):
                 await asking
-        assert session.has_passed and session.left_s is None
+        assert session.has_passed and session.deadline is None
 
     asyncio.run(with_client(Outcomes("silent").answer, use, 60.0))
 

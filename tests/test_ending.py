@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -12,7 +11,6 @@ import pytest
 from tests.conftest import free_port, processes_of, wait_until
 from tests.helpers import ROOT, environment_with
 from verifiers_rl.cli import train
-from verifiers_rl.cli.ending import end_with
 from verifiers_rl.process.interrupts import Interrupted
 
 # --- vf-train -------------------------------------------------------------------------------------
@@ -173,7 +171,8 @@ time.sleep(300)
 RANK = """
 import os, sys, time
 from pathlib import Path
-from verifiers_rl.cli import ending, train
+from verifiers_rl.cli import train
+from verifiers_rl.process import ending
 
 def wait(*command):
     names = ("RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
@@ -194,13 +193,26 @@ train.main()
 """
 
 
-def test_a_sandbox_without_pidfds_is_no_error(monkeypatch):
-    def refused(pid):
-        raise PermissionError(1, "Operation not permitted")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
+def test_without_pidfds_a_process_ends_with_its_parent(tmp_path):
+    child = """
+import os, sys, time
+from verifiers_rl.process.ending import end_with
 
-    monkeypatch.setattr(os, "pidfd_open", refused)
-    end_with([os.getpid()])
-    assert not [one for one in threading.enumerate() if one.name == "end_with"]
+def refused(pid):
+    raise PermissionError(1, "Operation not permitted")
+
+os.pidfd_open = refused
+end_with({int(sys.argv[1])})
+print("waits", flush=True)
+time.sleep(300)
+"""
+    parent = "import os, subprocess, sys; subprocess.run([*sys.argv[1:], str(os.getpid())])"
+    words = [sys.executable, "-c", parent, sys.executable, "-c", child]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"waits\n"
+        process.kill()
+        assert process.stdout.read() == b""  # the child has closed it
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs pidfds")

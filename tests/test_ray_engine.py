@@ -21,7 +21,7 @@ from tests.machines import REACH_SERVERS, STAND_INS, machines
 from verifiers_rl.cli.config import TomlError, load_run_config
 from verifiers_rl.cli.plan import ServerPlan, plan_servers
 from verifiers_rl.cluster import ray_engine
-from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient
+from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, ServerLostError
 
 HAS_RAY = shutil.which("ray", path=str(Path(sys.executable).parent)) is not None
 needs_ray = pytest.mark.skipif(not HAS_RAY, reason="needs the ray extra")
@@ -116,10 +116,15 @@ def test_a_server_that_starts_elsewhere_joins_through_one_that_answers(machines_
     for plan in reversed(plans):
         found.start_server(plan)
     up = ("10.0.0.0", "10.0.0.1")  # the teacher, and the last server
-    monkeypatch.setattr(ray_engine, "answers", lambda address: address[0] in up)
     told = []
     request = SimpleNamespace(begin=lambda: SimpleNamespace(answer=lambda: None))
-    post = lambda known, path: told.append(known.base_url + path) or request  # noqa: E731
+
+    def post(known, path):
+        if known.host not in up:
+            raise ServerLostError("no answer")
+        told.append(known.base_url + path)
+        return request
+
     monkeypatch.setattr(InferenceClient, "post", post)
     again = found.start_server(plans[0])
     assert again.wanted == ("10.0.0.3", 7000)
@@ -147,8 +152,8 @@ def test_a_cluster_that_is_too_small_is_one_clear_error(machines_of, monkeypatch
 # for a file.
 PLAY_TRAINER = f"""
 {REACH_SERVERS}
-from verifiers_rl.process.parent import die_with_parent
-die_with_parent(int(os.environ["VERIFIERS_RL_DIE_WITH_PARENT"]))
+from verifiers_rl.process.ending import end_with_starter
+end_with_starter()
 print("trains with", len(servers), "servers", flush=True)
 while not os.path.exists(sys.argv[1]):
     time.sleep(0.05)

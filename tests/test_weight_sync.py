@@ -205,7 +205,7 @@ REFUSED = InferenceServerError("500: RuntimeError: out of memory")
     "says, message",
     [
         (REFUSED, "^500: RuntimeError: out of memory"),
-        (ServerLostError("no answer"), "over NCCL .* NCCL failed: a worker left; no answer$"),
+        (ServerLostError("no answer"), "weights to .*: NCCL failed: a worker left; no answer$"),
     ],
 )
 def test_over_nccl_the_servers_error_says_why_and_ends_our_part(

@@ -90,7 +90,7 @@ class Checkpoints(TrainerCallback):
         self._folder = Path(trainer.args.output_dir)
         self._hosts: HostGroup | None = None
         self._is_running = False
-        self.kept: dict[str, Stateful] = {"evaluations": trainer.evaluations}
+        self.kept: dict[str, Stateful] = {"position": self, "evaluations": trainer.evaluations}
         if trainer.orchestrator is not None:
             self.kept["orchestrator"] = trainer.orchestrator
         self.can_repeat_step = True
@@ -106,7 +106,8 @@ class Checkpoints(TrainerCallback):
         self._hosts, self._resumed, self._is_running = hosts, resume, True
         self._saved_step, self.can_repeat_step = None, True
         self._trainer._window.steps = []  # those of a run before
-        self.kept["position"] = Position(self._trainer)
+        args = self._trainer.args  # the optimizer keeps its own; of the weights, no other can go on
+        self._options = {name: getattr(args, name) for name in (*OF_OPTIMIZER, *OF_WEIGHTS)}
         # A step that was broken off in this process has left it at False, and FSDP2 would not load
         # the optimizer.
         self._trainer.accelerator.gradient_state._set_sync_gradients(True)
@@ -126,6 +127,27 @@ class Checkpoints(TrainerCallback):
         for name, part in self.kept.items():
             if name in states:
                 part.load_state_dict(states[name])
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """Return where the run is between two lines of logs: what Trainer and the window of steps
+        have summed; and the options that only a new run can change, see `enter_run_folder`.
+        """
+        trainer = self._trainer
+        return {
+            "window": trainer._window.steps,
+            "loss": reduce_over_ranks(trainer._tr_loss).item() / trainer.args.world_size,
+            "last_logged": trainer._globalstep_last_logged,
+            "total_loss": trainer._total_loss_scalar,
+            "options": self._options,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        trainer = self._trainer
+        trainer._window.steps = state["window"]
+        trainer._tr_loss += state["loss"]
+        trainer._globalstep_last_logged = state["last_logged"]
+        trainer._total_loss_scalar = state["total_loss"]
+        self._options = state["options"]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         seed_step(args, state.global_step)
@@ -218,7 +240,7 @@ class Checkpoints(TrainerCallback):
         if trainer.is_world_process_zero():
             write_run(self._folder, {"save_final": args.save_final})
             with showing("how the run ended"):
-                print("\n".join(closing_lines(self._folder)), flush=True)
+                print("\n".join(closing_lines(self._folder)))
 
     # --- All ranks --------------------------------------------------------------------------------
 
@@ -288,38 +310,6 @@ class Checkpoints(TrainerCallback):
         removable = [path for path in found[:-1] if path.name != best]
         for path in removable[: max(len(found) - limit, 0)] if limit > 0 else ():
             remove_folder(path, self._folder / UNFINISHED)
-
-
-class Position:
-    """Where a run is between two lines of logs: what Trainer and the window of steps have summed;
-    and the options that only a new run can change, see `enter_run_folder`.
-
-    Args:
-        trainer: the `RLTrainer`.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        args = trainer.args  # the optimizer keeps its own; of the weights, no other can be resumed
-        self._options = {name: getattr(args, name) for name in (*OF_OPTIMIZER, *OF_WEIGHTS)}
-
-    def state_dict(self, step: int) -> dict[str, Any]:
-        trainer = self._trainer
-        return {
-            "window": trainer._window.steps,
-            "loss": reduce_over_ranks(trainer._tr_loss).item() / trainer.args.world_size,
-            "last_logged": trainer._globalstep_last_logged,
-            "total_loss": trainer._total_loss_scalar,
-            "options": self._options,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        trainer = self._trainer
-        trainer._window.steps = state["window"]
-        trainer._tr_loss += state["loss"]
-        trainer._globalstep_last_logged = state["last_logged"]
-        trainer._total_loss_scalar = state["total_loss"]
-        self._options = state["options"]
 
 
 def check_final(policy: Any, args: RLConfig) -> None:

@@ -115,8 +115,6 @@ from verifiers_rl.option_rules import (
     Text,
     Texts,
     load_user_code,
-    must,
-    names_user_code,
     problem_of,
 )
 from verifiers_rl.process.secret_names import set_secrets
@@ -277,9 +275,7 @@ class TrainerTable(Table):
     """[trainer]."""
 
     gpus: NotNegativeInt = Field(default_factory=default_gpus)
-    class_: Annotated[str, must("be of the form module:name", names_user_code)] = Field(
-        default="", alias="class"
-    )
+    class_: str = Field(default="", alias="class")
     args: dict[str, Any] = {}
 
 
@@ -585,12 +581,12 @@ def load_run_config(
     """
     given = [files] if isinstance(files, Path) else files
     paths = [Path(os.path.abspath(path.expanduser())) for path in given]
-    words = [*(word for path in paths for word in ("@", str(path))), *words]
     try:
         settings = [one for path in paths for one in flat.settings_of(read_file(path), str(path))]
-        for override in overrides_of(words[2 * len(paths) :]):
+        for override in overrides_of(words):
             settings += flat.settings_of_word(*override)
-        layers = Layers(paths, words, without_replaced(settings))
+        files_words = [word for path in paths for word in ("@", str(path))]
+        layers = Layers(paths, [*files_words, *words], without_replaced(settings))
         return read_layers(layers, kind, checks_model)
     except RecursionError as error:
         where = ", ".join(map(str, paths))

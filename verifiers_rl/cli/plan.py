@@ -12,9 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from verifiers_rl.cli.config import ClusterTable, RunConfig, TomlError, TrainConfig
-from verifiers_rl.cli.ending import SAVE_GRACE_S
 from verifiers_rl.cli.errors import folder_error
 from verifiers_rl.cli.gpus import visible_gpus
+from verifiers_rl.process.ending import SAVE_GRACE_S
 from verifiers_rl.report.run_folder import RunFolderError, prepare_run_folder
 from verifiers_rl.report.trackers import tracker_error
 
@@ -269,7 +269,7 @@ def gpu_build_of_vllm() -> str | None:
 
 
 def say(text: str) -> None:
-    print(f"vf-rl: {text}", file=sys.stderr, flush=True)
+    print(f"vf-rl: {text}", file=sys.stderr)
 
 
 def split_gpus(config: RunConfig) -> None:
@@ -333,13 +333,7 @@ def trainer_env(addresses: dict[str, Address]) -> dict[str, str]:
         addresses: of the servers, by the names of their plans.
     """
     servers = {name: host_and_port(*where) for name, where in addresses.items()}
-    return {SERVERS_VARIABLE: json.dumps(servers), **launcher_env()}
-
-
-def launcher_env() -> dict[str, str]:
-    """Return the variable of torch's launcher with the seconds after which it kills its ranks."""
-    name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # by default 30 s
-    return {name: os.environ.get(name, str(round(SAVE_GRACE_S)))}
+    return {SERVERS_VARIABLE: json.dumps(servers)}
 
 
 def started_servers() -> dict[str, str]:
@@ -378,4 +372,7 @@ def trainer_command(
         return command
     launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={max(gpus, 1)}"]
     launcher += [f"--nnodes={num_machines}", f"--node-rank={number}"]
+    # The launcher kills its ranks so long after it has asked them to end; by default 30 s.
+    grace_s = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", round(SAVE_GRACE_S))
+    launcher.append(f"--shutdown-timeout={grace_s}")
     return [*launcher, f"--master-addr={master[0]}", f"--master-port={master[1]}", *command]

@@ -12,12 +12,18 @@ from verifiers_rl.cli.config import STARTS, TrainConfig, make_importable
 from verifiers_rl.cli.layers import COMMAND_LINE
 from verifiers_rl.option_rules import ConfigError
 from verifiers_rl.process.secret_names import is_secret_key
-from verifiers_rl.report.run_folder import RESOLVED, replace_file, writing
+from verifiers_rl.report.run_folder import RESOLVED, replace_file
 
 # Flags and options that may be a path, which is relative to where vf-rl was started.
 PATHS = (
-    *("deepspeed", "fsdp_config", "accelerator_config", "resume_from_checkpoint"),
-    *("chat_template", "tokenizer", "hf_config_path", "generation_config"),
+    "deepspeed",
+    "fsdp_config",
+    "accelerator_config",
+    "resume_from_checkpoint",
+    "chat_template",
+    "tokenizer",
+    "hf_config_path",
+    "generation_config",
 )
 LEFT_OUT = "Left out, because its name or its form is that of a secret: "
 
@@ -84,8 +90,6 @@ def write_resolved(config: TrainConfig, output_dir: str) -> Path:
     target = Path(os.path.abspath(Path(output_dir).expanduser())) / RESOLVED
     words, text = ["@", str(target)], resolved_text(config, output_dir)
     if config.layers.words != words:
-        with writing(target.parent):
-            target.parent.mkdir(parents=True, exist_ok=True)
         # Other ranks may be reading the file, if it was an input.
         replace_file(target, text.encode())
     if LEFT_OUT not in text:
@@ -110,6 +114,6 @@ def dry_run(config: TrainConfig) -> int:
     except ConfigError as error:
         raise config.of_option(str(error)) from error
     check_start(config, args)
-    print(resolved_text(config, args.output_dir), end="", flush=True)
+    print(resolved_text(config, args.output_dir), end="")
     print(f"{config.PROGRAM}: nothing was started", file=sys.stderr)
     return 0

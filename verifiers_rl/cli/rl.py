@@ -9,7 +9,6 @@ exit status. One supervisor starts them, restarts the server when it dies, and e
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import sys
 import tempfile
@@ -25,7 +24,6 @@ from verifiers_rl.cli.config import (
     load_run_config,
     parse_command_line,
 )
-from verifiers_rl.cli.ending import SAVE_GRACE_S, end_with, interrupt_by_signals
 from verifiers_rl.cli.errors import fail
 from verifiers_rl.cli.gpus import visible_gpus
 from verifiers_rl.cli.layers import load_leaf
@@ -34,7 +32,6 @@ from verifiers_rl.cli.plan import (
     check_start,
     check_trainer_options,
     is_on_several,
-    launcher_env,
     plan_run,
     say,
     show_gpus,
@@ -42,6 +39,7 @@ from verifiers_rl.cli.plan import (
 )
 from verifiers_rl.cli.resolved import dry_run, write_resolved
 from verifiers_rl.cli.supervise import LOGS, ThisMachine, set_token, supervise
+from verifiers_rl.process.ending import SAVE_GRACE_S, end_with_starter, interrupt_by_signals
 from verifiers_rl.process.terminal import print_all_characters
 from verifiers_rl.report.run_folder import RunFolderError, WritingError, read_metrics
 
@@ -69,8 +67,7 @@ USAGE = (
 
 
 def main() -> None:
-    if parent := os.environ.pop("VERIFIERS_RL_DIE_WITH_PARENT", None):  # of `generate`
-        end_with({int(parent)})
+    end_with_starter()
     interrupt_by_signals()
     print_all_characters()
     try:
@@ -170,7 +167,6 @@ def run_script(words: list[str]) -> int:
         env = {
             REQUEST_VARIABLE: str(request),
             "CUDA_VISIBLE_DEVICES": ",".join(gpus),
-            **launcher_env(),
         }
         script = LocalChild(path.name, trainer_command(ranks, words), env)
         try:
@@ -230,7 +226,7 @@ def check(config: RunConfig) -> int:
             logs, kept = Path(folder, LOGS), tempfile.mkdtemp(prefix="vf-rl-check-")
             logs.mkdir(exist_ok=True)  # there are none where Ray brings them here
             shutil.copytree(logs, kept, dirs_exist_ok=True)
-            print(f"vf-rl: to fix: {problem}; the servers' output is in {kept}", flush=True)
+            print(f"vf-rl: to fix: {problem}; the servers' output is in {kept}")
     return int(bool(problem))
 
 
@@ -245,7 +241,7 @@ def problem_of(folder: Path) -> str | None:
             for name in ("reward", "mismatch_kl", "sync_s", "step_s")
             if row.get(name) is not None
         )
-        print(f"vf-rl: step {row['step']:g}: {', '.join(shown)}", flush=True)
+        print(f"vf-rl: step {row['step']:g}: {', '.join(shown)}")
     if not rows:
         return (
             "no step had a token to train on: all rewards of a group were equal, or all replies "
@@ -255,7 +251,7 @@ def problem_of(folder: Path) -> str | None:
     # None: it was not finite.
     if any(row["mismatch_kl"] is None or row["mismatch_kl"] > bound for row in rows):
         return f"mismatch_kl above {bound:g}: docs/mismatch.md says what brings both sides together"
-    print("vf-rl: all is ok", flush=True)
+    print("vf-rl: all is ok")
     return None
 
 

@@ -27,7 +27,6 @@ from verifiers_rl.cli.children import (
     LocalChild,
 )
 from verifiers_rl.cli.config import RunConfig, TomlError, words_of
-from verifiers_rl.cli.ending import SAVE_GRACE_S
 from verifiers_rl.cli.plan import (
     Address,
     ServerPlan,
@@ -39,7 +38,9 @@ from verifiers_rl.cli.plan import (
 from verifiers_rl.data import printable
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
 from verifiers_rl.inference.port import RESERVED_VARIABLE, PortError, reserve_port
+from verifiers_rl.process.ending import SAVE_GRACE_S
 from verifiers_rl.process.interrupts import Interrupted, handle_signals, say
+from verifiers_rl.report.run_folder import WritingError, writing
 
 BACKOFF_S = 1.0  # before the first restart, doubled before each further one
 LOGS = "logs"  # in the run's folder
@@ -183,21 +184,16 @@ class ThisMachine:
         """Set the token of the run, and begin empty logs.
 
         Raises:
-            TomlError: a log cannot be written.
+            WritingError: a log cannot be written.
         """
         if not self._plans:
             return
         set_token()
-        try:
+        with writing(self._logs, "choose another output_dir"):
             self._logs.mkdir(parents=True, exist_ok=True)
             for plan in self._plans:
                 self._log(plan).write_bytes(b"")
-        except OSError as error:
-            raise TomlError(
-                f"{self._logs}, for the servers' output: {error.strerror}; choose another "
-                "output_dir"
-            ) from error
-        print(f"vf-rl: the servers' output is in {self._logs}", flush=True)
+        print(f"vf-rl: the servers' output is in {self._logs}")
 
     def _log(self, plan: ServerPlan) -> Path:
         return self._logs / f"{plan.name}.log"
@@ -243,9 +239,7 @@ def supervise(config: RunConfig, plans: Sequence[ServerPlan], launcher: Launcher
         for server in servers:
             addresses[server.plan.name] = address = server.child.find_address()
             where = host_and_port(*address)
-            print(
-                f"vf-rl: starting {server.plan.name} on {where}, up to {timeout_s:g} s", flush=True
-            )
+            print(f"vf-rl: starting {server.plan.name} on {where}, up to {timeout_s:g} s")
         for trainer in launcher.start_trainers(trainer_env(addresses)):
             trainers.append(trainer)
         while True:
@@ -266,7 +260,7 @@ def supervise(config: RunConfig, plans: Sequence[ServerPlan], launcher: Launcher
             if time.monotonic() > deadline:
                 raise ChildError("the trainer did not end after other ranks")
             running[0].wait(POLL_S)
-    except (ChildError, TomlError) as error:
+    except (ChildError, TomlError, WritingError) as error:
         print(f"vf-rl: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # Ray, while it waits, raises one without a number in place of ours

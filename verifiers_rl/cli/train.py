@@ -25,13 +25,21 @@ from verifiers_rl.cli.config import (
     parse_command_line,
     words_of,
 )
-from verifiers_rl.cli.ending import end_by_signals, end_with, interrupt_by_signals
 from verifiers_rl.cli.errors import fail
-from verifiers_rl.cli.plan import REQUEST_VARIABLE
+from verifiers_rl.cli.plan import (
+    REQUEST_VARIABLE,
+    check_start,
+    options_of_servers,
+    trainer_command,
+)
 from verifiers_rl.data import printable
+from verifiers_rl.inference.client import InferenceServerError
+from verifiers_rl.option_rules import ConfigError
 from verifiers_rl.process import parent
+from verifiers_rl.process.ending import end_by_signals, end_with_starter, interrupt_by_signals
 from verifiers_rl.process.interrupts import Interrupted
 from verifiers_rl.process.terminal import print_all_characters
+from verifiers_rl.report.run_folder import RunFolderError, WritingError, replace_file
 
 # Options that decide how a server is started; see cli/plan.py.
 OF_SERVER = (
@@ -58,14 +66,11 @@ def main(name: str = "vf-train", kind: type[TrainConfig] = RunConfig) -> None:
         name: of the command.
         kind: of its configuration.
     """
-    # Not for what we start in turn.
-    if starter := os.environ.pop("VERIFIERS_RL_DIE_WITH_PARENT", None):
-        # Under accelerate its launcher is between us and vf-rl.
-        end_with({int(starter), os.getppid()})
+    end_with_starter()
     interrupt_by_signals()
     print_all_characters()
     try:
-        # Nor this, by which what the script starts would be taken for the script.
+        # Not for what the script starts in turn, which would be taken for the script.
         if request := os.environ.pop(REQUEST_VARIABLE, None):
             parent.ask_for_server = partial(ask_for_server, Path(request))
             del sys.argv[0]
@@ -95,9 +100,6 @@ def ask_for_server(path: Path, policy: Any, adapter: Any, args: Any) -> None:
     import tomllib
 
     import tomli_w
-
-    from verifiers_rl.config import ConfigError
-    from verifiers_rl.report.run_folder import replace_file
 
     model, rank = policy.name_or_path, getattr(adapter, "r", 0)
     if args.vllm_servers:
@@ -134,9 +136,7 @@ def ask_for_server(path: Path, policy: Any, adapter: Any, args: Any) -> None:
 
 
 def train(name: str = "vf-train", kind: type[TrainConfig] = RunConfig) -> None:
-    from verifiers_rl.cli.plan import check_start, launcher_env, options_of_servers, trainer_command
     from verifiers_rl.cli.resolved import dry_run, write_resolved
-    from verifiers_rl.report.run_folder import RunFolderError, WritingError
 
     usage = f"{name} {USAGE}"
     parser = argparse.ArgumentParser(prog=name, usage=usage, description=ABOUT, **PARSER)
@@ -149,16 +149,12 @@ def train(name: str = "vf-train", kind: type[TrainConfig] = RunConfig) -> None:
         if options.dry_run:
             sys.exit(dry_run(config))
         if config.trainer.gpus > 1 and "LOCAL_RANK" not in os.environ:
-            os.environ.update(launcher_env())
-            sys.stdout.flush()
             command = trainer_command(config, words_of(config))
             os.execv(sys.executable, [sys.executable, *command])
     except (TomlError, RunFolderError) as error:
         fail(error, name)
 
-    from verifiers_rl.config import ConfigError
     from verifiers_rl.envs.base import InvalidEnvironmentError
-    from verifiers_rl.inference.client import InferenceServerError
     from verifiers_rl.orchestrator import RolloutError
 
     trainer = None

@@ -55,7 +55,7 @@ def _serve(options: argparse.Namespace, runs: Any) -> None:
     token = server.new_token()
     port = listener.getsockname()[1]
     print(f"{len(found)} run{'s' * (len(found) != 1)}: http://{server.HOST}:{port}/?token={token}")
-    print("Only who has this address can read the page. Ctrl-C ends it.", flush=True)
+    print("Only who has this address can read the page. Ctrl-C ends it.")
     try:
         server.make_server(server.make_app(runs, token)).run(sockets=[listener])
     except KeyboardInterrupt:  # Ctrl-C is how it ends

@@ -23,21 +23,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from verifiers_rl.cli.children import NUM_SHOWN_LINES, POLL_S, Child, ChildError, LocalChild
 from verifiers_rl.cli.config import ClusterTable, RunConfig, TomlError
-from verifiers_rl.cli.ending import SAVE_GRACE_S
 from verifiers_rl.cli.plan import MACHINE_VARIABLES as VARIABLES
-from verifiers_rl.cluster.ray_engine import run_on_ray
+from verifiers_rl.cluster.ray_engine import END, END_VARIABLE, run_on_ray
 from verifiers_rl.inference.client import TOKEN_VARIABLE
+from verifiers_rl.process.ending import SAVE_GRACE_S, end_with_starter
 from verifiers_rl.process.interrupts import handle_signals
 from verifiers_rl.process.waiting import wait_until
 
-# In the environment of Ray on a machine: the folder that gets a file with the run's status in its
-# name, which is there at once.
-END_VARIABLE, END = "VERIFIERS_RL_END_FOLDER", "ended-"
-TELL_S = 30.0  # deadline for telling the other machines that the run has ended
 LOST_S = 25  # so long a machine does without the head
 
 
@@ -137,11 +132,11 @@ def run_on_machines(config: RunConfig) -> int | None:
             return join(machine, timeout_s, Path(folder))
         config.cluster.address = f"{address}:{machine.port}"
         where = f"Ray's head for {machine.size} machines at {config.cluster.address}"
-        print(f"vf-rl: this machine is {where}", flush=True)
+        print(f"vf-rl: this machine is {where}")
         words = ["--head", "--node-ip-address", address, "--port", str(machine.port)]
         words += ["--include-dashboard", "false"]
         with ray_here(words, Path(folder), where, timeout_s):
-            return run_on_ray(config, machine.size, tell_others)
+            return run_on_ray(config, machine.size)
 
 
 def find_head(machine: Machine) -> str:
@@ -176,7 +171,7 @@ def join(machine: Machine, timeout_s: float, folder: Path) -> int:
         ChildError: there is no head within `timeout_s`, or it is lost.
     """
     where, address = f"Ray's head at {machine.host}:{machine.port}", ""
-    print(f"vf-rl: machine {machine.rank} of {machine.size} joins {where}", flush=True)
+    print(f"vf-rl: machine {machine.rank} of {machine.size} joins {where}")
 
     def listens() -> bool:
         nonlocal address
@@ -199,7 +194,7 @@ def join(machine: Machine, timeout_s: float, folder: Path) -> int:
         is_second, stopped = bool(stopped), number
         # The launcher that sends it here sends it to rank 0 too, which saves a checkpoint.
         deadline = 0.0 if is_second else time.monotonic() + SAVE_GRACE_S + 60.0
-        print(f"\nvf-rl: {signal.Signals(number).name}: waiting for the end of the run", flush=True)
+        print(f"\nvf-rl: {signal.Signals(number).name}: waiting for the end of the run")
 
     words = ["--address", f"{address}:{machine.port}"]
     with ray_here(words, folder, f"Ray on this machine, which joins {where},", timeout_s) as ray:
@@ -214,19 +209,6 @@ def join(machine: Machine, timeout_s: float, folder: Path) -> int:
                     "with RANK=0"
                 )
         return 128 + stopped
-
-
-def tell_others(ray: Any, status: int) -> None:
-    """Tell the other machines that the run has ended."""
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
-
-    tell, nodes = ray.remote(_write_end).options, [n["NodeID"] for n in ray.nodes() if n["Alive"]]
-    calls = [tell(num_cpus=0, scheduling_strategy=On(n, soft=False)).remote(status) for n in nodes]
-    ray.wait(calls, num_returns=len(calls), timeout=TELL_S)
-
-
-def _write_end(status: int) -> None:
-    Path(os.environ[END_VARIABLE], f"{END}{status}").touch()
 
 
 @contextmanager
@@ -260,9 +242,7 @@ def ray_here(words: list[str], folder: Path, what: str, timeout_s: float) -> Ite
 
 def main() -> None:
     """Be the program `ray`, and end with the process that started us."""
-    from verifiers_rl.process.parent import die_with_parent
-
-    die_with_parent(int(os.environ.pop("VERIFIERS_RL_DIE_WITH_PARENT")))
+    end_with_starter()
     from ray.scripts.scripts import main as ray
 
     run: Callable[[], None] = ray

@@ -38,15 +38,29 @@ from verifiers_rl.cli.plan import (
     trainer_command,
 )
 from verifiers_rl.cli.resolved import LEFT_OUT, resolved
-from verifiers_rl.cli.supervise import answers, set_token, supervise
+from verifiers_rl.cli.supervise import set_token, supervise
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
 from verifiers_rl.process.waiting import wait_until
 
+# In the environment of Ray on a machine: the folder that gets a file with the run's status in its
+# name, which is there at once.
+END_VARIABLE, END = "VERIFIERS_RL_END_FOLDER", "ended-"
+TELL_S = 30.0  # deadline for telling the other machines that the run has ended
 OUTPUT_S = 1.0  # so long Ray takes to bring the last lines of a process here
 MAX_CODE_MB = 100  # of the folders that travel to the machines
 _LEFT_BEHIND = shutil.ignore_patterns(
-    *(".*", "__pycache__", "outputs", "checkpoint-*", "wandb", "node_modules"),
-    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.log", "*.env"),
+    ".*",
+    "__pycache__",
+    "outputs",
+    "checkpoint-*",
+    "wandb",
+    "node_modules",
+    "*.safetensors",
+    "*.bin",
+    "*.pt",
+    "*.pth",
+    "*.log",
+    "*.env",
 )
 
 
@@ -68,11 +82,11 @@ class ProcessActor:
 
         host = ray.util.get_node_ip_address()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        ports = [wanted[1], 0] if wanted is not None and wanted[0] == host else [0]
-        for port in ports:
-            with suppress(OSError), socket.create_server((host, port), family=family) as server:
-                return host, server.getsockname()[1]
-        raise OSError(f"{host} has no free port")
+        if wanted is not None and wanted[0] == host:
+            with suppress(OSError), socket.create_server(wanted, family=family):
+                return wanted
+        with socket.create_server((host, 0), family=family) as server:
+            return host, server.getsockname()[1]
 
     def run(self, words: list[str], env: dict[str, str], host: str) -> tuple[int, list[str]]:
         """Run Python with these words and variables, until its end or ours. Return its exit status
@@ -143,7 +157,7 @@ class RayChild(Child):
                     self._status, self._last_lines = result
                 else:
                     self.address = host, port = result
-                    print(f"vf-rl: {self.name} is on {host}", flush=True)
+                    print(f"vf-rl: {self.name} is on {host}")
                     self._awaited = self._actor.run.remote(*self._plan((host, port)), host)
             elif self.address is None and time.monotonic() > self._deadline:
                 self._lose(
@@ -191,7 +205,7 @@ class RayMachines:
         ray: Any,
         config: RunConfig,
         plans: Sequence[ServerPlan],
-        num_machines: int = 1,
+        num_machines: int,
     ) -> None:
         self._ray, self._config, self._plans = ray, config, plans
         self._num_machines = num_machines
@@ -247,7 +261,7 @@ class RayMachines:
                 join = "/weight_sync/join?host={}&port={}".format(*address)
                 policy = [one.name for one in self._plans if not one.is_needed]
                 for known in map(self._addresses.get, policy):
-                    if known is not None and answers(known):
+                    if known is not None:
                         with suppress(InferenceServerError):
                             InferenceClient(*known).post(join).begin().answer()
             self._addresses[plan.name] = address
@@ -289,9 +303,7 @@ def write_code(config: RunConfig, output_dir: str, folder: Path) -> None:
         TomlError: they are too large.
     """
     # The run's own TOMLs travel as the resolved one, which has no secrets.
-    own = {
-        path.resolve() for path in map(Path, (*config.env_files, *map(str, config.layers.files)))
-    }
+    own = {path.resolve() for path in (*map(Path, config.env_files), *config.layers.files)}
 
     num_bytes = 0
 
@@ -310,7 +322,7 @@ def write_code(config: RunConfig, output_dir: str, folder: Path) -> None:
 
     data, secrets = resolved(config, output_dir)
     for key in secrets:
-        print(f"vf-rl: not sent to the machines of the cluster: {LEFT_OUT}{key}", flush=True)
+        print(f"vf-rl: not sent to the machines of the cluster: {LEFT_OUT}{key}")
     data.pop("cluster", None)
     data["import_from"] = []
     for number, source in enumerate(config.folders):
@@ -320,16 +332,23 @@ def write_code(config: RunConfig, output_dir: str, folder: Path) -> None:
     (folder / "config.toml").write_text(tomli_w.dumps(data), "utf-8")
 
 
-def run_on_ray(
-    config: RunConfig,
-    num_machines: int = 1,
-    on_end: Callable[[Any, int], None] = lambda ray, status: None,
-) -> int:
+def tell_others(ray: Any, status: int) -> None:
+    """Tell all machines that the run has ended."""
+    at, nodes = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy, ray.nodes()
+    tell, ids = ray.remote(_write_end).options, [node["NodeID"] for node in nodes if node["Alive"]]
+    calls = [tell(num_cpus=0, scheduling_strategy=at(n, soft=False)).remote(status) for n in ids]
+    ray.wait(calls, num_returns=len(calls), timeout=TELL_S)
+
+
+def _write_end(status: int) -> None:
+    Path(os.environ[END_VARIABLE], f"{END}{status}").touch()
+
+
+def run_on_ray(config: RunConfig, num_machines: int = 1) -> int:
     """Run the configuration on a Ray cluster; return the exit status of its trainer.
 
     Args:
-        num_machines: wait until the cluster has so many.
-        on_end: called with Ray and the status before we leave the cluster.
+        num_machines: wait until the cluster has so many, and tell them how the run has ended.
 
     Raises:
         TomlError: Ray is not installed, does not answer, or the configuration cannot run there.
@@ -375,6 +394,7 @@ def run_on_ray(
     except ray.exceptions.RayError as error:
         print(f"vf-rl: error: {error}", file=sys.stderr)
     finally:
-        on_end(ray, status)
+        if num_machines > 1:
+            tell_others(ray, status)
         ray.shutdown()
     return status

@@ -22,7 +22,6 @@ and its messages have no place for policy versions.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import faulthandler
 import gc
 import itertools
@@ -56,7 +55,7 @@ from verifiers_rl.envs.base import (
 from verifiers_rl.inference import RolloutSession, SessionLostError
 from verifiers_rl.process import parent as parent_of_worker
 from verifiers_rl.process.loop_thread import cancel_all_others, contain_tasks, run_contained
-from verifiers_rl.process.terminal import print_all_characters
+from verifiers_rl.process.terminal import end_without_noise, print_all_characters
 from verifiers_rl.requests import GroupRequest, Progress
 from verifiers_rl.types import LOAD_S, Rollout, pack_samples, unpack_samples
 
@@ -563,11 +562,7 @@ def main(descriptor: int, parent: int, make_environment: Callable[[Any], Any]) -
     gc.freeze()  # as Orchestrator.start does
     with socket.socket(fileno=descriptor) as connection:
         asyncio.run(_serve(connection, runners, setup, problem))
-    atexit._run_exitfuncs()  # verifiers removes sandboxes and tunnels there
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # without what compiled modules print when they are unloaded
+    end_without_noise(0)  # verifiers removes sandboxes and tunnels at exit
 
 
 async def _serve(

@@ -97,7 +97,6 @@ def fit_quantization(args: argparse.Namespace, config: dict[str, Any], is_cpu: b
         "mismatch_kl says how far both policies are apart, and the importance ratio corrects for "
         "it; see docs/mismatch.md",
         file=sys.stderr,
-        flush=True,
     )
     return None
 

@@ -18,6 +18,7 @@ import json
 import os
 import re
 import secrets
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import HTTPException
@@ -48,13 +49,13 @@ OTHER_PATHS = ("/v1/models", "/tokenize", "/detokenize", *PUBLIC_PATHS)
 MAX_BODY_BYTES = 2**25
 
 
+@dataclass
 class Gateway:
     """ASGI middleware, which vLLM's HTTP server lets one add."""
 
-    def __init__(self, app: Any) -> None:
-        self.app = app
-        self.weights: WeightRoutes | None = None
-        self.chat: Any = None  # vLLM's handler, once it can reply in lines
+    app: Any
+    weights: WeightRoutes | None = None
+    chat: Any = None  # vLLM's handler, once it can reply in lines
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http" and scope["path"] != PUSH_PATH:
@@ -88,7 +89,7 @@ class Gateway:
                 fields, config = json.loads(body), scope["app"].state.engine_client.model_config
                 tokens = TokenRequest(fields, config.get_vocab_size(), config.max_model_len)
                 scope, receive = with_body(scope, json.dumps(fields).encode(), receive)
-                if tokens.seeds is not None and self.chat is None:
+                if self.chat is None:
                     self.chat = scope["app"].state.openai_serving_chat
                     reply_in_lines(self.chat)
         except ValueError as problem:
@@ -101,9 +102,14 @@ class Gateway:
 
         async def send_with_versions(message: Any) -> None:
             if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
                 if message["status"] != 200:
                     generation.packed = b""
-                add_headers(MutableHeaders(scope=message), generation)
+                if generation.packed and "content-length" in headers:
+                    length = int(headers["content-length"]) + len(generation.packed)
+                    headers["content-length"] = str(length)
+                if generation.versions is not None and generation.num_completions == 1:
+                    headers[VERSIONS_HEADER] = generation.versions
             elif body := message.get("body"):  # a JSON object
                 message = message | {"body": body[:1] + generation.packed + body[1:]}
                 generation.packed = b""  # it is in the first part
@@ -174,12 +180,3 @@ def with_body(scope: Any, body: bytes, receive: Any) -> tuple[Any, Any]:
         return bodies.pop() if bodies else await receive()
 
     return scope | {"path": CHAT_PATH, "raw_path": CHAT_PATH.encode()}, receive_again
-
-
-def add_headers(headers: MutableHeaders, generation: Generation) -> None:
-    """Say in a reply's headers what the engine has told of it."""
-    if generation.packed and "content-length" in headers:
-        length = int(headers["content-length"]) + len(generation.packed)
-        headers["content-length"] = str(length)
-    if generation.versions is not None and generation.num_completions == 1:
-        headers[VERSIONS_HEADER] = generation.versions

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -32,8 +33,13 @@ MAX_GRAMMAR = 2**16
 # Fields of a request of the token route. vLLM does not know the first three, and makes OpenAI's
 # form of what is requested by the others.
 NOT_FOR_VLLM = (
-    *("tokens", SEEDS, MASK_FIELD),
-    *("return_token_ids", "logprobs", "top_logprobs", "logprob_token_ids"),
+    "tokens",
+    SEEDS,
+    MASK_FIELD,
+    "return_token_ids",
+    "logprobs",
+    "top_logprobs",
+    "logprob_token_ids",
 )
 
 Seed = Annotated[StrictInt, Field(ge=0, lt=2**63)]
@@ -133,6 +139,7 @@ def read_prompt(text: str, vocab_size: int, max_model_len: int) -> list[int]:
     return token_ids.tolist()
 
 
+@dataclass
 class Generation:
     """A generation request, from its arrival to its reply.
 
@@ -146,11 +153,10 @@ class Generation:
         packed: a JSON field for its reply; b"" if it asks for none, or before its end.
     """
 
-    def __init__(self, tokens: TokenRequest | None = None) -> None:
-        self.tokens = tokens
-        self.num_completions = 0
-        self.versions: str | None = None
-        self.packed = b""
+    tokens: TokenRequest | None = None
+    num_completions: int = 0
+    versions: str | None = None
+    packed: bytes = b""
 
     def end(self, completion: Any) -> None:
         """All of a completion is there, vLLM's `CompletionOutput`."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import select
-import signal
-import threading
 import time
+
+from verifiers_rl.process.ending import end_with
 
 SERVER_PID = "VERIFIERS_RL_SERVER_PID"  # of the vf-vllm that started this process
 
@@ -27,18 +26,8 @@ def end_with_server() -> None:
     Without this, they live on after their API server is killed, and hold the GPU's memory.
     """
     pid = int(os.environ[SERVER_PID])
-    if os.getpid() == pid:
-        return
-    try:
-        end = os.pidfd_open(pid)
-    except ProcessLookupError:  # it has ended before we could look
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def wait() -> None:
-        select.select([end], [], [])
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=wait, name="end-with-server", daemon=True).start()
+    if os.getpid() != pid:
+        end_with({pid}, grace_s=0.0)
 
 
 def sleep_instead_of_spinning() -> None:

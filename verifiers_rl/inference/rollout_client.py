@@ -176,10 +176,11 @@ class ServerClient(AsyncOpenAI):
         return response
 
     @property
-    def _left_s(self) -> float:
-        """Seconds until the deadline of a request."""
-        left_s = self._rollout.left_s
-        return self._timeout_s if left_s is None else left_s + BEHIND_S
+    def _deadline(self) -> float:
+        """The deadline of a request that is sent now, by the event loop's clock."""
+        if self._rollout.deadline is not None:
+            return self._rollout.deadline + BEHIND_S
+        return asyncio.get_running_loop().time() + self._timeout_s
 
     async def _ask_with_others(
         self, url: str, body: dict[str, Any], headers: dict[str, str]
@@ -190,7 +191,7 @@ class ServerClient(AsyncOpenAI):
         """
         alike = {name: value for name, value in body.items() if name != "seed"}
         key = url, json.dumps(alike)
-        async with self._rollout.watching(), asyncio.timeout(self._left_s):
+        async with self._rollout.watching(), asyncio.timeout_at(self._deadline):
             if (group := self._gathered.get(key)) is None:
                 group = self._gathered[key] = _Gathered(
                     asyncio.create_task(self._ask_together(key, alike, headers))
@@ -241,7 +242,8 @@ class ServerClient(AsyncOpenAI):
         send it again and again; for `FAULT_S` also after a lost connection or a status of 500.
         """
         now = asyncio.get_running_loop().time
-        deadline, fault_deadline = now() + self._left_s, now() + min(self._left_s, FAULT_S)
+        deadline = self._deadline
+        fault_deadline = min(deadline, now() + FAULT_S)
         pause_s = 0.5
         while True:
             try:

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import atexit
-import logging
 import os
 import secrets
 import signal
@@ -31,7 +29,9 @@ from verifiers_rl.inference.client import LOOPBACK, TOKEN_VARIABLE, keep_alive, 
 from verifiers_rl.inference.generation import NUM_TIES
 from verifiers_rl.inference.plugin import SERVER_PID, end_with_server
 from verifiers_rl.inference.port import PortError, reserve_port
+from verifiers_rl.process.ending import end_with_starter
 from verifiers_rl.process.limits import raise_open_files
+from verifiers_rl.process.terminal import end_without_noise
 from verifiers_rl.types import MAX_MASK
 
 # Names by which vLLM imports parts of ours.
@@ -39,8 +39,13 @@ WORKER_EXTENSION = "verifiers_rl.inference.worker.WeightSyncWorker"
 GATEWAY = "verifiers_rl.inference.gateway.Gateway"
 # Flags of vLLM that start API processes or engines beside this process and its engines.
 OTHER_PROCESSES = (
-    *("api_server_count", "headless", "data_parallel_external_lb", "data_parallel_hybrid_lb"),
-    *("data_parallel_rank", "data_parallel_multi_port_external_lb", "data_parallel_start_rank"),
+    "api_server_count",
+    "headless",
+    "data_parallel_external_lb",
+    "data_parallel_hybrid_lb",
+    "data_parallel_rank",
+    "data_parallel_multi_port_external_lb",
+    "data_parallel_start_rank",
     "data_parallel_size_local",
 )
 NUM_CONNECTIONS = 8192  # at a time, if the system allows it: one for each rollout in flight
@@ -202,17 +207,6 @@ def sockets_error() -> str | None:
     )
 
 
-def end_without_noise(status: int) -> NoReturn:
-    """End as Python would, but without what compiled modules print when they are unloaded, and
-    without waiting for threads: triton's modules print 30 lines about its leaks.
-    """
-    atexit._run_exitfuncs()
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
 async def serve(args: Any) -> None:
     """Serve as vLLM does, with our engine client, until the server is told to end."""
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -252,10 +246,7 @@ async def serve(args: Any) -> None:
 
 
 def main() -> None:
-    if parent := os.environ.pop("VERIFIERS_RL_DIE_WITH_PARENT", None):
-        from verifiers_rl.process.parent import die_with_parent
-
-        die_with_parent(int(parent))
+    end_with_starter()
     if problem := sockets_error():  # first: the rest takes a minute
         sys.exit(f"vf-vllm: error: {problem}")
     os.environ[SERVER_PID] = str(os.getpid())  # before vLLM loads its plugins

@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -24,6 +25,7 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+@dataclass(eq=False)
 class RolloutSession:
     """The server, the seeds and the deadline of one rollout.
 
@@ -36,47 +38,38 @@ class RolloutSession:
 
     Attributes:
         is_lost: the server does not answer, or has lost the policy; the rollout must begin again.
+        deadline: by the event loop's clock, while the code inside `limited` runs.
         has_passed: whether the deadline has ended the code inside `limited`.
     """
 
-    def __init__(
-        self,
-        policy_version: int,
-        url: str | None = None,
-        group_seed: int | None = None,
-        number: int = 0,
-    ) -> None:
-        self.policy_version = policy_version
-        self.url = url
-        self.is_lost = False
-        self.has_passed = False
-        self._group_seed, self._number, self._num_seeds = group_seed, number, 0
-        self._requests: set[asyncio.Timeout] = set()
-        self._timeout: asyncio.Timeout | None = None  # while the code in `limited` runs
+    policy_version: int
+    url: str | None = None
+    group_seed: int | None = None
+    number: int = 0
+    is_lost: bool = False
+    deadline: float | None = None
+    has_passed: bool = False
+    _num_seeds: int = 0
+    _requests: set[asyncio.Timeout] = field(default_factory=set)
 
     @asynccontextmanager
     async def limited(self, timeout_s: float) -> AsyncIterator[RolloutSession]:
         """Inside, the rollout has this deadline. Raises TimeoutError when it has passed."""
-        timeout = self._timeout = asyncio.timeout(timeout_s)
+        self.deadline = asyncio.get_running_loop().time() + timeout_s
+        timeout = asyncio.timeout_at(self.deadline)
         try:
             async with timeout:
                 yield self
         finally:
             # Requests that score it have no deadline of the rollout.
-            self._timeout, self.has_passed = None, timeout.expired()
-
-    @property
-    def left_s(self) -> float | None:
-        """Seconds until the deadline; None without one."""
-        when = self._timeout.when() if self._timeout is not None else None
-        return None if when is None else max(when - asyncio.get_running_loop().time(), 0.0)
+            self.deadline, self.has_passed = None, timeout.expired()
 
     def with_seed(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the body of the rollout's next request with its seed, unless it has its own."""
-        if self._group_seed is None:
+        if self.group_seed is None:
             return body
         self._num_seeds += 1
-        return {"seed": derive_seed(self._group_seed, self._number, self._num_seeds), **body}
+        return {"seed": derive_seed(self.group_seed, self.number, self._num_seeds), **body}
 
     def fail(self) -> None:
         """Mark the server as lost, and end the requests that wait for it. Without effect if there

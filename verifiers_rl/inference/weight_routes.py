@@ -197,8 +197,14 @@ class WeightRoutes:
             with shared_with_workers(num_workers, num_buffers, largest) as (shared, address):
                 async with updating(engine, new.timeout_s):  # some engines step together
                     await self._let_work(
-                        *(left(request), shared, new.timeout_s, "weight_sync_connect"),
-                        *(plan.model_dump_json(), address, new.unique_id, new.timeout_s),
+                        left(request),
+                        shared,
+                        new.timeout_s,
+                        "weight_sync_connect",
+                        plan.model_dump_json(),
+                        address,
+                        new.unique_id,
+                        new.timeout_s,
                     )
             hold.shared, self.hold = shared, hold
             if plan.adapter is not None:
@@ -253,7 +259,9 @@ class WeightRoutes:
                 await self._set_version(None)  # weights are mixed until all are here
                 coming = all_of(filling) if hold.sizes else left(request)
                 await self._let_work(
-                    *(all_before(coming, deadline, timeout_s), shared, timeout_s),
+                    all_before(coming, deadline, timeout_s),
+                    shared,
+                    timeout_s,
                     "weight_sync_receive",
                 )
                 await self._set_version(policy_version)

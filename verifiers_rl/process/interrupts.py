@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -52,6 +53,7 @@ class Interrupted(SystemExit, KeyboardInterrupt):
         return f"interrupted by {signal.Signals(self.number).name}"
 
 
+@dataclass
 class Interrupts:
     """The signal that has come, if one has, on this rank or on another one.
 
@@ -59,11 +61,10 @@ class Interrupts:
         number: of the signal; None before it.
     """
 
-    def __init__(self) -> None:
-        self.number: int | None = None
-        self._says = False
-        self._ranks: Any = None
-        self._others: Callable[[], int] | None = None  # waits for the largest number of all ranks
+    number: int | None = None
+    _says: bool = False
+    _ranks: Any = None
+    _others: Callable[[], int] | None = None  # waits for the largest number of all ranks
 
     # --- Where a run may end ----------------------------------------------------------------------
 
@@ -208,4 +209,4 @@ def raise_if_interrupted() -> None:
 def say(text: str) -> None:
     """Print a line to stderr. A progress bar may be in the middle of a line there."""
     with showing("a line"):
-        print(f"\n{text}", file=sys.stderr, flush=True)
+        print(f"\n{text}", file=sys.stderr)

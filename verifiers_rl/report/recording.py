@@ -116,7 +116,6 @@ class RunFiles(TrainerCallback):
         """
         if not self._is_main:
             return
-        self._folder.mkdir(parents=True, exist_ok=True)
         rows = self._rows_before
         if state.global_step:
             before = read_metrics(self._folder) if (self._folder / METRICS).is_file() else []

@@ -37,7 +37,12 @@ RL_STATE = "rl_state.json"  # in a checkpoint: what our own parts need to contin
 MANIFEST = "manifest.json"
 # Options without which a checkpoint cannot be loaded, and what trains.
 OF_WEIGHTS = (
-    *("TRAINER", "use_lora", "lora_rank", "lora_alpha", "lora_use_rslora", "lora_target_modules"),
+    "TRAINER",
+    "use_lora",
+    "lora_rank",
+    "lora_alpha",
+    "lora_use_rslora",
+    "lora_target_modules",
     "optim",
 )
 # Options whose values a checkpoint's optimizer has, so that new ones do not reach it.
@@ -215,7 +220,7 @@ def enter_run_folder(args: Any, resume: bool | str | None) -> str | None:
                         name,
                         before,
                     )
-                print(f"resuming from {checkpoint}", flush=True)
+                print(f"resuming from {checkpoint}")
                 _set_later_aside(Path(args.output_dir), _step_of(checkpoint))
             found = {"checkpoint": checkpoint and str(checkpoint)}
     finally:  # rank 0 may rename checkpoints, so it alone looks
@@ -255,7 +260,7 @@ def _set_later_aside(folder: Path, step: int) -> None:
             target.parent.mkdir(exist_ok=True)
             shutil.rmtree(target, ignore_errors=True)
             later.rename(target)
-            print(f"{later.name} has steps that are repeated: it is now {target}", flush=True)
+            print(f"{later.name} has steps that are repeated: it is now {target}")
 
 
 def clear_run_folder(folder: Path) -> None:
@@ -307,12 +312,14 @@ def write_metrics(folder: Path, rows: list[dict[str, Any]]) -> None:
 
 def replace_file(target: Path, content: bytes, fix: str = "make room there") -> None:
     """Write a file that others may be reading, which find the old one or the new one, and no part.
+    Its folder is made if it is not there.
 
     Raises:
         WritingError: it cannot be written.
     """
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
     with writing(target, fix):
+        target.parent.mkdir(parents=True, exist_ok=True)
         try:
             unfinished.write_bytes(content)
             unfinished.replace(target)
@@ -381,7 +388,7 @@ def _damaged_files(checkpoint: Path, reads_all: bool) -> list[str]:
     read.
     """
     try:
-        files = json.loads((checkpoint / MANIFEST).read_text("utf-8"))
+        files = json.loads((checkpoint / MANIFEST).read_bytes())
     except (FileNotFoundError, ValueError):
         return [MANIFEST]
 
@@ -400,7 +407,7 @@ def read_run(folder: str | Path) -> dict[str, Any]:
     """Return run.json of a run; {} if there is none, or if it is damaged."""
     run = None
     with suppress(FileNotFoundError, ValueError, RecursionError):
-        run = json.loads((Path(folder) / RUN).read_text("utf-8"))
+        run = json.loads((Path(folder) / RUN).read_bytes())
     return run if isinstance(run, dict) else {}
 
 
@@ -437,9 +444,9 @@ def rl_state_of(checkpoint: str | Path) -> dict[str, Any]:
     """Return what our own parts have saved in a checkpoint, by name. It is as it was written; see
     `raise_if_damaged`.
     """
-    return json.loads((Path(checkpoint) / RL_STATE).read_text("utf-8"))
+    return json.loads((Path(checkpoint) / RL_STATE).read_bytes())
 
 
 def _step_of(checkpoint: Path) -> int:
     """Return the step of a checkpoint that is as it was written."""
-    return json.loads((checkpoint / STATE).read_text("utf-8"))["global_step"]
+    return json.loads((checkpoint / STATE).read_bytes())["global_step"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,6 @@ from verifiers_rl.inference import InferenceClient, InferenceServerError
 from verifiers_rl.packing import ModelSupport, collate, copy_to
 from verifiers_rl.router_replay import replay_experts
 from verifiers_rl.types import Sample
-
-logger = logging.getLogger(__name__)
 
 NUM_TOKENS = 32
 PROMPT = "Once upon a time"
@@ -39,10 +36,6 @@ def check_agreement(
     apart = np.abs(ours - sampled.inference_logprobs[sampled.loss_mask])  # nats
     here = torch.bfloat16 if args.bf16 else next(model.parameters()).dtype
     dtypes = str(here).removeprefix("torch."), client.status()["dtype"]
-    found = (
-        f"{apart.mean():.2g} nats apart on average over {len(apart)} sampled tokens, at most "
-        f"{apart.max():.2g}, {dtypes[0]} here and {dtypes[1]} there"
-    )
     if dtypes == ("float32", "float32"):
         is_alike = apart.max() <= FLOAT32_LARGEST  # of NaN neither is true
     else:
@@ -50,11 +43,11 @@ def check_agreement(
     if not is_alike:
         raise InferenceServerError(
             f"the server at {client.base_url} samples from a different model than the one being "
-            f"trained: {found}. "
-            "Start it with the trainer's model and without quantization or model overrides; "
-            "`vf-rl --check` tries both sides"
+            f"trained: {apart.mean():.2g} nats apart on average over {len(apart)} sampled tokens, "
+            f"at most {apart.max():.2g}, {dtypes[0]} here and {dtypes[1]} there. Start it with the "
+            "trainer's model and without quantization or model overrides; `vf-rl --check` tries "
+            "both sides"
         )
-    logger.info("logprobs of server and trainer are %s", found)
 
 
 def prompt_of(tokenizer: Any) -> list[int]:
@@ -80,7 +73,10 @@ def sample(client: InferenceClient, model_name: str, prompt_ids: list[int], args
         "ignore_eos": True,
         "temperature": args.temperature,
         # Fixed whatever the run sets: these change the server's probabilities on purpose.
-        **{"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
         "logprobs": 1,
         "return_token_ids": True,
     }

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -44,6 +45,7 @@ PAUSE_S = 5.0
 NUM_COMPARED = 3
 
 
+@dataclass(eq=False)
 class Replica:
     """One server of the pool. `ServerPool` changes it, under its lock.
 
@@ -55,14 +57,16 @@ class Replica:
         error: by which it was lost.
     """
 
-    def __init__(self, client: InferenceClient) -> None:
-        self.client = client
-        self.url = client.base_url
-        self.sync: WeightSync | None = None
-        self.policy_version: int | None = None
-        self.is_in_doubt = False
-        self.num_running = 0
-        self.error: InferenceServerError | None = None
+    client: InferenceClient
+    sync: WeightSync | None = None
+    policy_version: int | None = None
+    is_in_doubt: bool = False
+    num_running: int = 0
+    error: InferenceServerError | None = None
+
+    @property
+    def url(self) -> str:
+        return self.client.base_url
 
 
 def least_loaded(replicas: Sequence[Replica]) -> Replica:

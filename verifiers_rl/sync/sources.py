@@ -34,9 +34,16 @@ class Source(NamedTuple):
 
 # Options of PEFT's LoraConfig that change what an adapter computes.
 _NOT_PLAIN = (
-    *("use_dora", "lora_bias", "kasa_config", "alora_invocation_tokens"),
-    *("use_qalora", "use_bdlora", "arrow_config", "monteclora_config"),
-    *("trainable_token_indices", "layer_replication"),
+    "use_dora",
+    "lora_bias",
+    "kasa_config",
+    "alora_invocation_tokens",
+    "use_qalora",
+    "use_bdlora",
+    "arrow_config",
+    "monteclora_config",
+    "trainable_token_indices",
+    "layer_replication",
 )
 # Values of LoraConfig that leave the base weights as they are. Any other init_lora_weights, also
 # one of a later PEFT, may move a part of the base weights into the adapter.

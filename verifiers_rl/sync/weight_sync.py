@@ -34,6 +34,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from functools import partial
 from operator import methodcaller
 from typing import Any, Literal
@@ -105,6 +106,7 @@ def make_plan(
     return TransferPlan(tensors=shapes, dtype=dtype, bucket_bytes=bucket_bytes, adapter=adapter)
 
 
+@dataclass(eq=False)
 class WeightSync:
     """The trainer's end of the sync with one server, on rank 0.
 
@@ -123,22 +125,15 @@ class WeightSync:
         num_pushes: that the server has loaded since `connect`.
     """
 
-    def __init__(
-        self,
-        client: InferenceClient,
-        backend: Literal["auto", "nccl", "http"] = "auto",
-        lora_sync: Literal["adapter", "merged"] = "adapter",
-        timeout_s: float = 300.0,
-        bucket_bytes: int = 16 * 2**20,
-        trainer: str | None = None,
-    ) -> None:
-        self.client = client
-        self.backend = backend
-        self.lora_sync = lora_sync
-        self.timeout_s = timeout_s
-        self.bucket_bytes = bucket_bytes
+    client: InferenceClient
+    backend: Literal["auto", "nccl", "http"] = "auto"
+    lora_sync: Literal["adapter", "merged"] = "adapter"
+    timeout_s: float = 300.0
+    bucket_bytes: int = 16 * 2**20
+    trainer: str = field(default_factory=partial(secrets.token_hex, 8))
+
+    def __post_init__(self) -> None:
         self.plan: TransferPlan
-        self._trainer = trainer or secrets.token_hex(8)
         self._hold: ControlRequest | None = None  # is open while the server is this trainer's
         self.connection: str | None = None
         self.num_pushes = 0
@@ -193,7 +188,7 @@ class WeightSync:
         )
         fields = {
             "timeout_s": self.timeout_s,
-            "trainer": self._trainer,
+            "trainer": self.trainer,
             "name": f"process {os.getpid()} on {socket.gethostname()}",
             "plan": self.plan.model_dump(),
         }
@@ -201,12 +196,15 @@ class WeightSync:
         if backend != "http":
             largest = max(bucket.num_bytes for bucket in self.plan.buckets)
             self._nccl = NcclTransport(
-                *(0, 1 + status["world_size"], device, self.timeout_s),
+                0,
+                1 + status["world_size"],
+                device,
+                self.timeout_s,
                 # If the server refuses, its workers join no collective.
                 is_given_up=lambda: self._request is not None and self._request.has_reply(),
                 make_group=partial(SharedBucket, device, largest) if backend == "ipc" else None,
             )
-            unique_id = self._by_nccl(self._nccl, self._nccl.unique_id)
+            unique_id = self._by_nccl(self._nccl.unique_id)
             fields["unique_id"] = base64.b64encode(unique_id).decode()
         # The server refuses other trainers until this request is closed, or this process ends, in
         # whatever way. So its reply stays open.
@@ -215,17 +213,9 @@ class WeightSync:
         )
         self._hold.begin()
         if self._nccl is not None:
-            self._by_nccl(self._nccl, self._nccl.wait_until_connected)
+            self._by_nccl(self._nccl.wait_until_connected)
         self.connection = self._hold.answer(self._answer_s, stays_open=True)["connection"]
         self.num_pushes = 0
-        logger.info(
-            "weight sync: %s of %d tensors, %.1f MB a push, over %s to %d worker(s)",
-            "full" if adapter is None else "adapter",
-            len(sources),
-            self.plan.num_bytes / 1e6,
-            backend,
-            status["world_size"],
-        )
 
     def begin_push(self, policy_version: int) -> None:
         """Let the connected server take one push. See `push_to_all`."""
@@ -243,7 +233,7 @@ class WeightSync:
         """Send the next bucket of the plan, packed: (num_bytes,) uint8."""
         nccl, request = self._nccl, self._request
         if nccl is not None:
-            self._by_nccl(nccl, lambda: nccl.send(bucket))
+            self._by_nccl(lambda: nccl.send(bucket))
         elif request is not None:
             array: Any = bucket.cpu().numpy()  # numpy's types lack the buffer protocol
             request.write(memoryview(array))
@@ -259,12 +249,12 @@ class WeightSync:
         """Deadline of a reply, behind the server's own deadlines, whose errors say more."""
         return 3 * self.timeout_s + 60.0
 
-    def _by_nccl(self, nccl: NcclTransport, work: Callable[[], Any]) -> Any:
+    def _by_nccl(self, work: Callable[[], Any]) -> Any:
         """Do our part of a collective. If that fails, the server's reply may say why."""
         try:
             return work()
         except (NcclError, GivenUpError) as error:
-            reason = f"weights over {nccl.way} to {self.client.base_url}: {error}"
+            reason = f"weights to {self.client.base_url}: {error}"
             if self._request is not None:
                 try:
                     self._request.answer(LAST_WORD_S)

@@ -1,4 +1,4 @@
-"""How vf-train ends early: by Ctrl-C or SIGTERM, or with the process that started it."""
+"""How a process ends early: by Ctrl-C or SIGTERM, or with the process that started it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import os
 import select
 import signal
 import stat
-import sys
 import threading
 import time
 from collections.abc import Iterable
 from types import FrameType
 
 from verifiers_rl.process.interrupts import Interrupted
+from verifiers_rl.process.parent import die_with_parent
 
 SAVE_GRACE_S = 120.0  # between the request to end and SIGKILL; a checkpoint is saved meanwhile
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
@@ -38,21 +38,27 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise Interrupted(number)
 
 
+def end_with_starter() -> None:
+    """End this process when the `vf-rl` that started it ends, if one did, or its parent: a launcher
+    may be between the two, and outlives a killed `vf-rl`.
+    """
+    # Not for what we start in turn.
+    if starter := os.environ.pop("VERIFIERS_RL_DIE_WITH_PARENT", None):
+        end_with({int(starter), os.getppid()})
+
+
 def end_with(pids: Iterable[int], grace_s: float = SAVE_GRACE_S) -> None:
     """End this process when one of the given processes ends, for whatever reason: by SIGTERM, and
     by SIGKILL `grace_s` seconds later. Linux only.
-
-    The kernel's parent-death signal (`process.parent`) covers only the direct parent. The parent of
-    a rank is accelerate's launcher, which outlives a killed vf-rl.
     """
     poll = select.poll()
     for pid in pids:
         try:
             poll.register(os.pidfd_open(pid), select.POLLIN)
-        except ProcessLookupError:
-            sys.exit("the process that started this one is gone")
+        except ProcessLookupError:  # it has ended before we could look
+            os.kill(os.getpid(), signal.SIGKILL)
         except OSError:  # a sandbox, or a kernel before 5.3, has no pidfds
-            return
+            return die_with_parent(os.getppid())
 
     def watch() -> None:
         poll.poll()
