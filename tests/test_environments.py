@@ -74,6 +74,7 @@ def test_a_runner_of_ones_own_is_run_as_it_is(capsys):
         ([("a", {"only": "eval"})], "no environment is for training"),
         ([("a", {}), ("a", {"only": "eval"})], "two environments are named 'a'"),
         ([("e", {"only": "test"})], r"only\s.*'train' or 'eval'.*input_value='test'"),
+        ([("e", {"sampling": {"max_tokens": 2}})], r"sampling\s.*Unexpected keyword argument"),
         ([("e", {"eval_examples": 0})], r"eval_examples\s.*equal to 1 .*input_value=0"),
     ],
 )
@@ -86,8 +87,8 @@ def test_environments_that_contradict_each_other_are_refused(parts, said):
 
 def test_evaluations_of_nothing_are_refused_at_the_start():
     envs = [WeightedEnv(StubRunner(), "a", only="train")]
-    for options in ({"eval_strategy": "steps"}, {"eval_on_start": True, "eval_strategy": "steps"}):
-        with pytest.raises(InvalidEnvironmentError, match="eval_strategy='steps': no environment"):
+    for options in ({"eval_strategy": "steps"}, {"eval_on_start": True}):
+        with pytest.raises(InvalidEnvironmentError, match="no environment has an example for eval"):
             make_runner(envs, "http://unused", None, RLConfig(use_cpu=True, **options))
 
 

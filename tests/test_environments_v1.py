@@ -453,6 +453,11 @@ def test_an_agent_that_is_trained_samples_at_the_trainers_temperature(play):
     assert "'agent' samples at temperature=0.2, and the trainer" in str(rollout.error)
 
 
+def test_the_least_length_of_an_agents_reply_is_not_above_the_room_that_is_left(play):
+    _, ((body, _),) = play(env=load(agent={"sampling": {"min_tokens": 9, "max_tokens": 5}}))
+    assert (body["min_tokens"], body["max_tokens"]) == (5, 5)
+
+
 def test_a_template_gets_the_arguments_of_the_run_and_of_the_agent(play, tokenizer):
     with_prefix = copy.deepcopy(tokenizer)
     with_prefix.chat_template = "{{- prefix or '' -}}" + tokenizer.chat_template

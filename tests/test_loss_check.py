@@ -1,13 +1,14 @@
 """Whether the first step finds out what is wrong with a loss, and what a loss can ask for."""
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from tests.helpers import StubSource, make_samples
-from verifiers_rl.config import RLConfig
+from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.loss_check import BROADCAST, CONSTANT, MEAN, UNWEIGHTED, problem_of
 from verifiers_rl.losses import LOSSES, MASKS, LossInputs, LossOutputs, needs, reinforce
 from verifiers_rl.types import Batch, Rollout
@@ -131,6 +132,16 @@ def test_the_first_step_says_it_once_and_changes_nothing(
     assert [text.partition(": ")[2] for text in said] == [UNWEIGHTED]
     monkeypatch.setattr("verifiers_rl.loss_check.NUM_TRIES", 0)
     assert train("unchecked") == with_check
+
+
+@pytest.mark.parametrize("state", [{"calls": np.float32(1)}, None])
+def test_a_kept_part_without_a_state_of_json_is_named_before_the_first_step(make_trainer, state):
+    trainer, part = make_trainer(max_steps=1), SimpleNamespace()
+    if state:
+        part.state_dict = lambda step: state
+    trainer.checkpoints.kept["mine"] = part
+    with pytest.raises(ConfigError, match=r"checkpoints\.kept\['mine'\]: .*; it needs state_dict"):
+        trainer.train()
 
 
 def test_a_loss_has_the_columns_that_it_asks_for_in_the_order_of_tokens(make_trainer, monkeypatch):

@@ -150,6 +150,7 @@ def test_a_run_with_more_epochs_goes_on_behind_a_finished_one_with_the_same_rows
     for changes, problem in (
         ({"batch_size": 3}, "batch_size=3: it was 5 before the checkpoint"),
         ({"rows": conversations(13)}, "num_rows=13: it was 12 before the checkpoint"),
+        ({"rows": conversations(12)[::-1]}, "rows=.*: it was .* before the checkpoint"),
         ({"seed": 7}, "seed=7: it was 42 before the checkpoint"),
         ({"shuffle": False}, "shuffle=False: it was True before the checkpoint"),
     ):

@@ -62,8 +62,9 @@ def test_new_lines_of_metrics_are_read_once_and_a_replaced_file_from_its_begin(t
     write_lines(path, {"step": 1, "loss": 0.5}, '{"step": 2, "lo')
     assert metrics.refresh().num_rows == 1  # the second line is not finished
     write_lines(path, 'ss": null, "reward": 1}\n', "oh\n", {"step": "3"}, {"step": 3})
+    write_lines(path, f"{'[' * 100_000}\n")
     metrics.refresh()
-    assert metrics.num_unreadable == 2 and metrics.not_finite == {"loss": (1, 2)}
+    assert metrics.num_unreadable == 3 and metrics.not_finite == {"loss": (1, 2)}
     assert list(metrics.columns["step"]) == [1, 2, 3]
     # A resumed run leaves the lines up to its checkpoint, and is soon longer than before.
     aside = tmp_path / "aside"
@@ -296,7 +297,7 @@ def test_what_a_command_cannot_do_is_one_line(tmp_path, capsys):
     write_lines(tmp_path / "run/metrics.jsonl", {"step": 1})
     (tmp_path / "taken").mkdir()
     for output, said in (
-        ("no/page.html", "No such file or directory.*; choose another -o"),
+        (f"{tmp_path}/run/metrics.jsonl/page.html", "exists.*; choose another -o"),
         (f"{tmp_path}/taken", "Is a directory.*; choose another -o"),
         (".", "empty name"),
     ):

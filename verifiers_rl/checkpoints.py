@@ -119,6 +119,14 @@ class Checkpoints(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if args.local_process_index == 0:
             shutil.rmtree(self._folder / UNFINISHED, ignore_errors=True)
+        for name, part in self.kept.items():  # before there is something to lose
+            try:
+                json.dumps(part.state_dict(state.global_step))
+            except (AttributeError, TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"checkpoints.kept[{name!r}]: {error}; it needs state_dict(step), which "
+                    "returns what JSON has, and load_state_dict(state)"
+                ) from error
         if self._resumed is None:
             return
         self._saved_step = state.global_step

@@ -32,7 +32,7 @@ class ConfigError(ValueError):
     """An option has a value that cannot work. The message names field, value and fix."""
 
 
-STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[
     list[Text], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)

@@ -164,7 +164,7 @@ class Orchestrator:
         assert not self._evaluation
         examples = first_of_each(self.env.sizes("eval"), num_examples)
         if not examples:
-            raise RolloutError("the environment's eval split is empty; set eval_strategy='no'")
+            raise RolloutError("no environment has an example for evaluations that fits")
         request = self._request("eval", num_rollouts, model, policy_version)
         self._evaluation = [self._begin(self._evaluate(request, examples), request)]
 

@@ -225,9 +225,10 @@ def make_runner(
             names,
         )
     made = Environments(parts)
-    if args.eval_strategy != "no" and not any(made.sizes("eval")):
+    evaluates = args.eval_strategy != "no" or args.eval_on_start
+    if evaluates and not any(made.sizes("eval")):
         raise InvalidEnvironmentError(
             f"eval_strategy={args.eval_strategy.value!r}: no environment has an example for "
-            "evaluations that fits; add some, or leave eval_strategy out"
+            "evaluations that fits; add some, or leave eval_strategy and eval_on_start out"
         )
     return made

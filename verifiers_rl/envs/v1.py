@@ -107,7 +107,7 @@ class V1Environment:
             self._prepare()
             if has_tasks:
                 self._take_tasks(getattr(env, "eval_taskset", None))
-        except (ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError) as error:
             raise InvalidEnvironmentError(f"environment {self.name!r}: {error}") from error
 
     def _prepare(self) -> None:

@@ -149,7 +149,9 @@ class TokenClient(vf.Client):
                 f"maximum {CONTEXT}: {len(prompt_ids)} tokens fill max_seq_len={max_seq_len}",
                 status_code=400,
             )
-        request["max_tokens"] = min(options.get("max_tokens") or room, room)
+        request["max_tokens"] = room = min(options.get("max_tokens") or room, room)
+        if least := request.get("min_tokens"):
+            request["min_tokens"] = min(least, room)
         client = episode._runner.client.of_rollout(episode._session)
         try:
             reply = await client.reply_to(request, prompt_ids, is_first=not turn.prefix_node_ids)

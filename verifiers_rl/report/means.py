@@ -23,9 +23,7 @@ def batch_metrics(groups: Groups) -> dict[str, float]:
         survivors = _survivors(own)
         scores = _mean_scores(survivors, len(survivors))
         found = {name: scores[name] for name in scores if name not in metrics}
-        roles = group_by_role(survivors)
-        for role in roles if len(roles) > 1 else ():
-            found[f"{role[0].role}/reward"] = float(np.mean([rollout.reward for rollout in role]))
+        found |= _rewards_of_roles(survivors)
         if len(by_env) > 1:
             found |= {**_of_batch(own), "group_share": len(own) / len(groups)}
         metrics |= {f"{env}/{name}": value for name, value in found.items()}
@@ -41,7 +39,9 @@ def evaluation_metrics(groups: Groups) -> dict[str, float]:
     by_env = _by_env(groups)
     for env, own in by_env.items():
         prefix = f"{env}/" if len(by_env) > 1 else ""
-        scores = _mean_scores(_survivors(own), sum(map(len, own))) | _of_evaluation(own)
+        survivors = _survivors(own)
+        scores = _mean_scores(survivors, sum(map(len, own))) | _of_evaluation(own)
+        scores |= _rewards_of_roles(survivors)
         metrics |= {prefix + name: value for name, value in scores.items()}
     return metrics
 
@@ -101,6 +101,13 @@ def _by_env(groups: Groups) -> dict[str, Groups]:
 
 def _survivors(groups: Groups) -> list[Rollout]:
     return [rollout for group in groups for rollout in group if rollout.error is None]
+
+
+def _rewards_of_roles(survivors: Sequence[Rollout]) -> dict[str, float]:
+    """Return the mean reward of each agent, where episodes have several."""
+    roles = group_by_role(survivors)
+    rewards = {role[0].role: [rollout.reward for rollout in role] for role in roles}
+    return {f"{name}/reward": float(np.mean(own)) for name, own in rewards.items() if roles[1:]}
 
 
 def _mean_scores(survivors: Sequence[Rollout], num_rollouts: int) -> dict[str, float]:

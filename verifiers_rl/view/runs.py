@@ -302,7 +302,7 @@ class MetricsFile:
             step = row["step"]
             if not isinstance(step, int):
                 raise TypeError(step)
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             self.num_unreadable += bool(line.strip())
             return
         for name, value in row.items():
@@ -335,7 +335,7 @@ def _read_run(folder: Path) -> tuple[dict[str, Any], str]:
         run = json.loads((folder / RUN).read_bytes())
     except FileNotFoundError:
         return {}, ""
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return {}, f"{RUN} cannot be read: {error}"
     return (run, "") if isinstance(run, dict) else ({}, f"{RUN} is no JSON object")
 
