@@ -35,7 +35,7 @@ from verifiers_rl.types import Rollout, Sample
 
 logger = logging.getLogger(__name__)
 
-PAUSE_S = 0.5  # after a failed attempt
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 5.0  # doubled after each failed attempt
 LOWEST_LOGPROB = -9999.0  # what vLLM writes into JSON in place of -inf
 
 
@@ -242,7 +242,7 @@ class Distillation:
         body = {"model": model, "prompt": token_ids.tolist(), "prompt_logprobs": 0}
         body |= {"max_tokens": 1, "temperature": 1.0}
         url, status = f"{self._model.base_url}/v1/completions", 0
-        said, timeout_s = "nothing came", self._model.timeout_s
+        said, pause_s, timeout_s = "nothing came", FIRST_PAUSE_S, self._model.timeout_s
         try:
             async with self._places, asyncio.timeout(timeout_s):
                 while status != 200:
@@ -253,7 +253,8 @@ class Distillation:
                         status, said = 0, str(error) or type(error).__name__
                     if status != 200:
                         self._raise_unless_busy(status, said)
-                        await asyncio.sleep(PAUSE_S)  # there is nothing to await
+                        await asyncio.sleep(pause_s)  # there is nothing to await
+                        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             return await asyncio.to_thread(logprobs_of, said, body["prompt"])
         except TimeoutError as error:
             problem = f"no answer in {timeout_s:g} s (timeout_s), at last {status} {said[:300]!r}"
