@@ -87,7 +87,7 @@ class DatasetSource(_Idle):
         order = {name: getattr(self._args, name) for name in ("batch_size", "shuffle", "seed")}
         checksum = 0  # of their tokens
         for token_ids, _ in chain(*self.rows):
-            checksum = zlib.crc32(np.array(token_ids), checksum)
+            checksum = zlib.crc32(np.array(token_ids).tobytes(), checksum)
         return {"num_rows": len(self.rows), "rows": checksum, **order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
