@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.conftest import Started
-from tests.helpers import make_tiny_model, write_environment
+from tests.helpers import ROOT, make_tiny_model, write_environment
 from tests.machines import REACH_SERVERS, STAND_INS, machines
 from verifiers_rl.cli.config import TomlError, load_run_config
 from verifiers_rl.cli.plan import ServerPlan, plan_servers
@@ -240,3 +240,13 @@ def test_ray_places_a_run_and_places_a_replica_again_whose_machine_is_lost(tmp_p
             run.wait_for(rf"\({lost}.*\)\S* serving at {other}")
             (tmp_path / "end").touch()
             assert run.process.wait(60) == 0, run.said()
+
+
+def test_the_package_as_it_travels_has_all_its_names(tmp_path):
+    """verifiers asks for each of them on another machine, where no examples are beside it."""
+    shutil.copytree(ROOT / "verifiers_rl", tmp_path / "verifiers_rl")
+    code = "import verifiers_rl as v; print(v.__file__, [getattr(v, n) for n in v.__all__])"
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.stdout.startswith(str(tmp_path)), done.stderr

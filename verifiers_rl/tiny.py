@@ -6,8 +6,6 @@ import os
 import subprocess
 import sys
 
-from verifiers_rl.cli.setup import EXAMPLES
-
 
 def tiny_model(folder: str) -> str:
     """Make the model of `make demo` and its tokenizer, unless the folder is there already. That
@@ -28,6 +26,9 @@ def tiny_model(folder: str) -> str:
     Raises:
         subprocess.CalledProcessError: the model was not made; the output above says why.
     """
+    # Not above: on a machine of a cluster the package has no examples beside it.
+    from verifiers_rl.cli.setup import EXAMPLES
+
     target = os.path.abspath(folder)
     if not os.path.exists(target):
         task = EXAMPLES / "reverse_text/reverse_text.py"
