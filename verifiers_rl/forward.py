@@ -552,7 +552,6 @@ def fit_step(model: nn.Module, base: Any, args: RLConfig, optimizer: Any) -> int
         print(
             f"step: at most {budget:,} tokens in a forward pass, {num} of {len(blocks)} layers "
             f"computed again in backward: {(fixed + needed) / 1e9:.1f} GB of {free / 1e9:.1f} GB"
-            + (", which may not suffice: lower max_seq_len" if needed > room else ""),
-            flush=True,
+            + (", which may not suffice: lower max_seq_len" if needed > room else "")
         )
     return budget

@@ -313,5 +313,5 @@ async def write_rows(
         said += f"; {num['cut']} left out, because a length limit cut a turn"
     if errors:
         said += f"; {len(errors)} failed, the first by {errors[0]}"
-    print(f"vf-rl generate: {player.name}: {said}", flush=True)
+    print(f"vf-rl generate: {player.name}: {said}")
     return num["written"]
