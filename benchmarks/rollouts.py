@@ -403,7 +403,10 @@ def main() -> None:
         make_model(tokenizer).save_pretrained(f"{folder}/model")
         tokenizer.save_pretrained(f"{folder}/model")
         flags = ("--max-model-len", "512", "--max-num-seqs", "256", "--no-enable-prefix-caching")
-        with running_server(Path(folder, "model"), Path(folder, "server.log"), *flags) as server:
+        log, dtype = Path(folder, "server.log"), "float32"
+        if torch.cuda.is_available():  # which serves the model; everything else is on the CPU
+            flags, dtype = (*flags, "--gpu-memory-utilization", "0.3"), "bfloat16"
+        with running_server(Path(folder, "model"), log, *flags, dtype=dtype) as server:
             bench = Bench(server.url, folder, tokenizer)
             (measure if options.scoring is None else measure_scoring)(bench, options)
 

@@ -38,6 +38,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -253,7 +254,8 @@ def count(
     policy.zero_grad()
     counter = Counter()
     for rows in of_ranks[0][:num]:
-        microbatch = collate(samples, rows, [1.0] * len(samples), 0, num_shared)
+        with unset_fake_temporarily():  # lengths are data
+            microbatch = collate(samples, rows, [1.0] * len(samples), 0, num_shared)
         lengths = [(part.stop - part.start, len(part.path)) for part in microbatch.segments]
         counter.pairs = sum(own * (whole - own / 2) for own, whole in lengths)
         with as_on_a_gpu(is_after, counter), counter, casts(policy):

@@ -149,6 +149,7 @@ def running_server(
     if options.nccl:
         number = min(1, torch.cuda.device_count() - 1)
         env = {"CUDA_VISIBLE_DEVICES": gpu(number)} | as_on_another_machine("server")
+        command += ["--gpu-memory-utilization", "0.4"]  # the trainer may be on it, too
     server = LocalChild("inference", command, env, log)
     try:
         deadline = time.monotonic() + TIMEOUT_S

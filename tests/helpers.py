@@ -336,6 +336,7 @@ class StubServer:
             "gpus": self.gpus,
             "dtype": self.dtype,
             "lora_dtype": self.lora_dtype,
+            "quantization": None,
             "served_model_name": "base",
             "joined": self.joined,
             "sleeps": self.sleeps,

@@ -24,11 +24,12 @@ class StubServer:
 
     base_url = "http://gpu-box:8000"
 
-    def __init__(self, model, dtype, noise):
-        self.model, self.dtype, self.noise = model, dtype, noise
+    def __init__(self, model, dtype, noise, quantization):
+        self.model, self.noise = model, noise
+        self.kind = {"dtype": dtype, "quantization": quantization}
 
     def status(self):
-        return {"dtype": self.dtype}
+        return self.kind
 
     def post(self, path, body, timeout_s):
         assert path == "/v1/completions"
@@ -48,9 +49,11 @@ def args_with(**options):
     return RLConfig(use_cpu=True, **{"max_seq_len": 64, **options})
 
 
-def compare(tokenizer, model=None, of_server=None, dtype="float32", noise=0.0, **options):
+def compare(
+    tokenizer, model=None, of_server=None, dtype="float32", noise=0.0, quantization=None, **options
+):
     """Compare a trainer's model with a server's; return what the server was asked."""
-    server = StubServer((of_server or make_tiny_model()).double(), dtype, noise)
+    server = StubServer((of_server or make_tiny_model()).double(), dtype, noise, quantization)
     check_agreement(model or make_tiny_model(), server, "policy", tokenizer, args_with(**options))
     return server.body
 
@@ -66,13 +69,14 @@ def test_the_server_that_has_the_trained_model_agrees(tokenizer):
     assert (len(body["prompt"]), body["max_tokens"]) == (5, 5)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_server_with_other_weights_of_the_same_shapes_is_refused(tokenizer, dtype):
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "fp8_per_tensor"])
+def test_a_server_with_other_weights_of_the_same_shapes_is_refused(tokenizer, kind):
     other = make_tiny_model(seed=1)
     other.lm_head.weight.data.mul_(20)  # of new models all logprobs are nearly the same
-    message = r"gpu-box:8000 samples from a different model .*: [\d.]+ nats apart .*" + dtype
+    message = r"gpu-box:8000 samples from a different model .*: [\d.]+ nats apart .*" + kind
+    dtype, quantization = ("bfloat16", kind) if "fp8" in kind else (kind, None)
     with pytest.raises(InferenceServerError, match=message):
-        compare(tokenizer, None, other, dtype)
+        compare(tokenizer, None, other, dtype, quantization=quantization)
 
 
 @pytest.mark.parametrize("noise", [0.02, 0.2])
@@ -80,6 +84,13 @@ def test_rounding_is_no_other_model(tokenizer, noise):
     compare(tokenizer, dtype="bfloat16", noise=noise)
     with pytest.raises(InferenceServerError):
         compare(tokenizer, noise=noise)
+
+
+def test_a_quantised_server_is_as_far_off_as_fp8_was(tokenizer):
+    options = {"dtype": "bfloat16", "noise": 0.8}  # 0.6 nats on average
+    compare(tokenizer, quantization="fp8_per_tensor", **options)
+    with pytest.raises(InferenceServerError):
+        compare(tokenizer, **options)
 
 
 def test_logprobs_that_are_nan_are_another_model(tokenizer):

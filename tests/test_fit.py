@@ -24,6 +24,7 @@ def give(monkeypatch):
     """
     monkeypatch.setattr(forward, "HEAD_BYTES", 0)
     monkeypatch.setattr(forward, "FEW_TOKENS", 64)
+    monkeypatch.setattr(forward, "MANY_TOKENS", 300)
 
     def give(trainer, num_tokens):
         base = trainer._base_of(trainer.model)
@@ -37,7 +38,7 @@ def give(monkeypatch):
     return give
 
 
-DEFAULT = {"micro_batch_size": None}  # 8 samples of 32 tokens
+DEFAULT = {"micro_batch_size": None}  # 8 samples of 32 tokens, or 300 tokens, which are more
 
 
 # With 2 layers, a token takes 2, 1.525 or 1.05 times what a forward keeps of it, with checkpoints
@@ -45,7 +46,8 @@ DEFAULT = {"micro_batch_size": None}  # 8 samples of 32 tokens
 @pytest.mark.parametrize(
     ("options", "room", "tokens", "checkpoints"),
     [
-        (DEFAULT, 1000, 256, 0),
+        (DEFAULT, 1000, 300, 0),
+        ({**DEFAULT, "max_seq_len": 64}, 2000, 512, 0),
         (DEFAULT, 200, 100, 0),
         (DEFAULT, 100, 65, 1),
         (DEFAULT, 70, 66, 2),
@@ -92,7 +94,7 @@ def test_a_step_of_which_backward_needs_only_the_head_takes_all_tokens(make_trai
     trainer = make_trainer(model, use_lora=False, **DEFAULT)
     monkeypatch.setattr(forward, "free_bytes", lambda device: 2**33)
     assert forward.saved_bytes(model, 64) == 0
-    assert trainer.tried_support.token_budget == 256
+    assert trainer.tried_support.token_budget == 32_768
     monkeypatch.setattr(forward, "decoder_blocks", lambda base: [])  # of an unknown model
     del trainer.tried_support
     assert trainer.tried_support.token_budget is None

@@ -16,7 +16,13 @@ import pytest
 import torch
 
 from tests.conftest import wait_until
-from tests.helpers import ROOT, make_gloo_group, map_memory_of_cpu, share_memory_of_cpu
+from tests.helpers import (
+    ROOT,
+    make_gloo_group,
+    map_memory_of_cpu,
+    run_python,
+    share_memory_of_cpu,
+)
 from verifiers_rl.sync import nccl
 from verifiers_rl.sync.plan import TransferPlan, receive_buckets
 from verifiers_rl.sync.shared_buffers import GivenUpError
@@ -159,6 +165,27 @@ def test_an_abort_that_hangs_holds_nobody_up(make_groups, monkeypatch, caplog):
         made[0].close()
         assert "did not abort within 0.1 s" in caplog.text
         freed.set()
+
+
+LEFT = '''
+import time, torch
+from verifiers_rl.sync import nccl
+
+class Group:
+    def __init__(self, store, *_): store.set(nccl.ID_KEY, b"id")
+    def broadcast(self, *_): return self
+    def abort(self):
+        time.sleep(0.3)
+        print("aborted", flush=True)
+
+transport = nccl.NcclTransport(0, 2, torch.device("cpu"), 9.0, make_group=Group)
+transport.unique_id()
+transport.abandon()
+'''
+
+
+def test_a_process_ends_behind_an_abort_that_runs():
+    assert run_python("-c", LEFT).stdout == "aborted\n"
 
 
 @pytest.fixture

@@ -390,11 +390,11 @@ class RLConfig(TrainingArguments):
     """Rollouts of one example; their mean reward is the baseline."""
     micro_batch_size: PositiveInt | None = None
     """Samples of max_seq_len tokens in one forward pass of one rank. The token budget is the
-    product, so more samples fit when they are shorter. Default: 8; on a GPU, fewer if its free
-    memory does not hold what a pass keeps for backward."""
+    product, so more samples fit when they are shorter. Default: 8; on a GPU, 32,768 tokens if these
+    are more, and fewer if its free memory does not hold what a pass keeps for backward."""
     max_tokens_per_microbatch: PositiveInt | None = None
     """Tokens of one forward pass on one rank, padding included; replaces micro_batch_size. Default:
-    micro_batch_size * max_seq_len."""
+    micro_batch_size * max_seq_len; see there."""
     share_prefixes: bool = True
     """Compute tokens that samples have in common at their beginning once, where the model can keep
     the samples apart: a group's prompt, the trunk of a trajectory that branches. False: each sample

@@ -152,6 +152,7 @@ class WeightRoutes:
             "gpus": self._gpus,
             "dtype": str(model.dtype).removeprefix("torch."),
             "lora_dtype": str(lora.lora_dtype).removeprefix("torch.") if lora else None,
+            "quantization": model.quantization,
             "model": model.model,
             "served_model_name": self.vllm.openai_serving_models.model_name(),
             "vocab_size": text.vocab_size,

@@ -18,8 +18,9 @@ NUM_TOKENS = 32
 PROMPT = "Once upon a time"
 # Limits in nats. With float32 on both sides, the largest difference of one token is limited;
 # otherwise the mean is. Rounding to bfloat16 alone gives a mean of 0.01 to 0.03 for dense models,
-# and somewhat more where it changes which experts are chosen.
-FLOAT32_LARGEST, HALF_MEAN = 0.01, 0.3
+# and somewhat more where it changes which experts are chosen. Of a random model with a sharp head,
+# bfloat16 gives 0.03 and fp8 0.6 (benchmarks/mismatch.py --fp8, on an H100).
+FLOAT32_LARGEST, HALF_MEAN, QUANTIZED_MEAN = 0.01, 0.3, 1.0
 
 
 def check_agreement(
@@ -35,11 +36,13 @@ def check_agreement(
     ours = logprobs_of_sample(model, sampled, args)
     apart = np.abs(ours - sampled.inference_logprobs[sampled.loss_mask])  # nats
     here = torch.bfloat16 if args.bf16 else next(model.parameters()).dtype
-    dtypes = str(here).removeprefix("torch."), client.status()["dtype"]
+    status = client.status()
+    quantization = status["quantization"]
+    dtypes = str(here).removeprefix("torch."), quantization or status["dtype"]
     if dtypes == ("float32", "float32"):
         is_alike = apart.max() <= FLOAT32_LARGEST  # of NaN neither is true
     else:
-        is_alike = apart.mean() <= HALF_MEAN
+        is_alike = apart.mean() <= (QUANTIZED_MEAN if quantization else HALF_MEAN)
     if not is_alike:
         raise InferenceServerError(
             f"the server at {client.base_url} samples from a different model than the one being "

@@ -17,6 +17,7 @@ is the handle of one bucket in the GPU's memory, which both processes map.
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
@@ -55,6 +56,16 @@ class NcclError(RuntimeError):
 
 
 _making = threading.Lock()  # groups to several servers are made at once, in one environment
+_aborting: list[threading.Thread] = []  # those that were ever started
+
+
+@atexit.register
+def _wait_for_aborts() -> None:
+    """Python ends threads that still run by unwinding their stacks. In NCCL's code that ends the
+    process with SIGABRT, after a run in which all went well.
+    """
+    for thread in _aborting:
+        thread.join(ABORT_DEADLINE_S)
 
 
 def gpu_uuid(device: torch.device) -> str | None:
@@ -227,6 +238,7 @@ class NcclTransport:
 
         thread = threading.Thread(target=abort, name="nccl-abort", daemon=True)
         thread.start()
+        _aborting.append(thread)
         return thread
 
     def close(self) -> None:
