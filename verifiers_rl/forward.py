@@ -518,7 +518,8 @@ def fit_step(model: nn.Module, base: Any, args: RLConfig, optimizer: Any) -> int
     of each token, which is measured: no checkpoints, and `MANY_TOKENS`, or those of 8 samples if
     these are more, or as many as fit, if these are `FEW_TOKENS` and a whole sample; else
     checkpoints of as few layers as possible; else fewer tokens. The first layers get the
-    checkpoints: when backward comes to them, the memory of the others is free again. Rank 0 says in one line what was chosen.
+    checkpoints: when backward comes to them, the memory of the others is free again. Rank 0 says in
+    one line what was chosen.
 
     Args:
         model, base, optimizer: see `try_model`.
