@@ -167,7 +167,7 @@ def test_an_abort_that_hangs_holds_nobody_up(make_groups, monkeypatch, caplog):
         freed.set()
 
 
-LEFT = '''
+LEFT = """
 import time, torch
 from verifiers_rl.sync import nccl
 
@@ -181,7 +181,7 @@ class Group:
 transport = nccl.NcclTransport(0, 2, torch.device("cpu"), 9.0, make_group=Group)
 transport.unique_id()
 transport.abandon()
-'''
+"""
 
 
 def test_a_process_ends_behind_an_abort_that_runs():
