@@ -32,6 +32,12 @@ def prompts(runner, positions, split="train"):
     return [asyncio.run(runner.task(split, at)).data.prompt for at in positions]
 
 
+def test_a_misspelt_sampling_option_of_an_agent_is_refused():
+    env = toml('taskset = { id = "fix_it" }', "fixer.sampling = { max_token = 9, my_own = 1 }")
+    with pytest.raises(InvalidEnvironmentError, match=r"\[env\.fixer\.sampling\].*'max_tokens'"):
+        runner_of(env)
+
+
 # --- One meaning of an id -------------------------------------------------------------------------
 
 

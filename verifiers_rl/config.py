@@ -518,7 +518,7 @@ class RLConfig(TrainingArguments):
     vllm_servers: Annotated[Texts | None, _are_servers] = None
     """Several vf-vllm servers of the same model, each as host:port, in place of vllm_server_host
     and vllm_server_port. Each gets all weights and a part of the rollouts."""
-    vllm_server_timeout: PositiveNumber = 300.0
+    vllm_server_timeout: PositiveNumber = 600.0
     """Seconds to wait for the server at the start, for a lost server to come back, and for one
     weight sync."""
     weight_sync_backend: Literal["auto", "nccl", "http"] = "auto"

@@ -29,6 +29,9 @@ _OF_MASK = {"top_p", "top_k", "min_p", "bad_words", "allowed_token_ids", "min_to
 # These too make vLLM sample from another distribution than the softmax of the logits.
 _OTHERS = {"repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"}
 _OTHERS |= {"tool_choice", "response_format", "structured_outputs"}
+# All that an agent usually sets; vLLM knows more.
+SAMPLING = {*vf.SamplingConfig.model_fields, *_OF_MASK, *_OTHERS, "chat_template_kwargs"}
+SAMPLING |= {"seed", "stop", "stop_token_ids", "length_penalty", "repetition_detection"}
 CONTEXT = "context length"  # by these words, harnesses recognize a prompt that is too long
 _NEUTRAL: tuple[Any, ...] = (None, 0, {}, [], "auto", "none", {"type": "text"})
 

@@ -35,6 +35,7 @@ from verifiers_rl.envs.base import (
 )
 from verifiers_rl.envs.chat_harness import IN_PROCESS, ChatHarnessConfig
 from verifiers_rl.envs.tools import runs_here
+from verifiers_rl.envs.v1_client import SAMPLING
 from verifiers_rl.option_rules import did_you_mean
 
 GLOBAL_DEFAULT = "bash"  # verifiers' harness if neither agent nor taskset names one
@@ -196,7 +197,8 @@ def with_local_chat(env: vf.Env) -> vf.Env:
     run on this machine, unless a runtime is set.
 
     Raises:
-        InvalidEnvironmentError: an agent plays in a remote sandbox whose key is missing.
+        InvalidEnvironmentError: an agent plays in a remote sandbox whose key is missing, or a name
+            under its `sampling` is misspelt.
     """
     played = copy.copy(env)
     taskset_has_one = loaders.default_harness_id(env.config.taskset.id) != GLOBAL_DEFAULT
@@ -204,6 +206,9 @@ def with_local_chat(env: vf.Env) -> vf.Env:
     changed = {}
     for role, harness in env.config.agent_harnesses().items():
         agent = getattr(env.config, role)
+        for name in dict(agent.sampling or {}).keys() - SAMPLING:  # vLLM ignores what it lacks
+            if hint := did_you_mean(name, SAMPLING):
+                raise InvalidEnvironmentError(f"[env.{role}.sampling] has no {name!r}; {hint}")
         update: dict[str, Any] = {}
         is_unchosen = agent.harness is None and not taskset_has_one
         if is_unchosen or harness.id in ("null", IN_PROCESS):
