@@ -211,11 +211,12 @@ def cost_in_server(way: str, num_rollouts: int, length: int) -> dict[str, float]
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.serve.engine.protocol import UsageInfo
     from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.engine.logprobs import LogprobsProcessor
     from vllm.v1.outputs import LogprobsLists
 
     from examples.warm_start import make_tokenizer
-    from verifiers_rl.inference.engine import SampledTokens
+    from verifiers_rl.inference.engine import keep_arrays
     from verifiers_rl.inference.generation import Generation, TokenRequest
     from verifiers_rl.inference.packed_tokens import pack_ids
 
@@ -230,13 +231,13 @@ def cost_in_server(way: str, num_rollouts: int, length: int) -> dict[str, float]
         generation = Generation(tokens if is_packed else None)
         processor = LogprobsProcessor.from_new_request(tokenizer, asked)
         if is_packed:
-            processor.logprobs, processor.tokenizer = SampledTokens(False), None
-        ranks = np.ones(1, np.int32)
-        for at in range(length):  # the engine sends one token a step
-            here = slice(at, at + 1)
-            processor._update_sample_logprobs(
-                LogprobsLists(token_ids[here, None], logprobs[here, None], ranks)
-            )
+            keep_arrays(processor)
+        num = length if is_packed else 1  # the engine sends one token a step, or all at the end
+        for at in range(0, length, num):
+            here = slice(at, at + num)
+            ranks = np.ones(num, np.int32)
+            new = LogprobsLists(token_ids[here, None], logprobs[here, None], ranks)
+            processor.update_from_output(EngineCoreOutput("r", [], new_logprobs=new))
         ids = token_ids.tolist()
         kept = processor.logprobs
         generation.end(SimpleNamespace(token_ids=ids, logprobs=kept, weight_versions=None))

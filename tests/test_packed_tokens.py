@@ -3,6 +3,7 @@ import json
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from verifiers_rl.inference.generation import (
@@ -43,7 +44,7 @@ def test_what_cannot_be_served_is_refused(fields, message):
 
 def ended(*spans, index=0, finish_reason="stop"):
     """What vLLM says of a completion, which policies sampled from these tokens on."""
-    kept = SimpleNamespace(logprobs=[-math.inf], counts=[], allowed=[])
+    kept = [(np.array([[7]]), np.array([[-math.inf]]), np.array([1]), None)]
     versions = [SimpleNamespace(start=start, version=version) for start, version in spans]
     return SimpleNamespace(
         index=index, token_ids=[7], logprobs=kept, weight_versions=versions,
@@ -97,3 +98,39 @@ def test_only_tokens_of_a_known_policy_have_versions(spans, versions):
     generation = Generation()
     generation.end(ended(*spans))
     assert generation.versions == versions
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's own, while it is imported
+def test_logprobs_come_with_the_last_token_of_a_whole_reply():
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+    from vllm.v1.engine import EngineCoreOutput, FinishReason
+    from vllm.v1.outputs import LogprobsLists
+
+    from verifiers_rl.inference.scheduler import keep_logprobs
+
+    steps = [
+        LogprobsLists(np.full((1, k), t), np.full((1, k), -t / 2), np.array([t]))
+        for t, k in ((1, 2), (2, 3), (3, 2))  # in the second one, another request wanted more
+    ]
+
+    def told(ends, new, **options):
+        options = {"output_kind": RequestOutputKind.FINAL_ONLY, "logprobs": 1, **options}
+        request = SimpleNamespace(sampling_params=SamplingParams(**options))
+        found = []
+        for at, logprobs in enumerate(new):
+            reason = FinishReason.LENGTH if ends and at == len(new) - 1 else None
+            output = EngineCoreOutput("r", [at], new_logprobs=logprobs, finish_reason=reason)
+            keep_logprobs(request, output)
+            found.append(output.new_logprobs)
+        return found
+
+    for new in (steps, [*steps, None]):  # also where the last step has no token
+        *before, whole = told(True, new)
+        assert before == [None] * (len(new) - 1)
+        assert whole.logprob_token_ids.tolist() == [[1, 1], [2, 2], [3, 3]]
+        assert whole.logprobs.tolist() == [[-0.5, -0.5], [-1, -1], [-1.5, -1.5]]
+        assert whole.sampled_token_ranks.tolist() == [1, 2, 3]
+    assert told(False, steps) == [None] * 3
+    for other in ({"stop": ["x"]}, {"output_kind": RequestOutputKind.DELTA}):
+        assert told(True, steps, **other) == steps
+    assert told(True, [None, None], logprobs=None) == [None, None]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from verifiers_rl.inference.generation import TokenRequest
+from verifiers_rl.inference.generation import TokenRequest, allowed_of
 from verifiers_rl.inference.packed_tokens import (
     allowed_tokens,
     pack_ids,
@@ -75,6 +75,14 @@ def test_a_reply_has_the_mask_in_its_packed_tokens():
 
     assert allowed_tokens(*unpack_mask(packed([2, 1], [4, 5, 6]))).tolist() == [[4, 5], [6, -1]]
     assert unpack_mask(packed()) is None
+
+
+def test_a_mask_has_all_tokens_that_could_be_sampled():
+    """The sampled one comes first; also where it is not among the likeliest ones."""
+    ids = np.array([[4, 4, 5], [6, 6, 9], [7, 2, 3]])
+    logprobs = np.array([[-1, -1, -2], [0, 0, -np.inf], [-1, -1, -1]])
+    counts, allowed = allowed_of(ids, logprobs)
+    assert counts.tolist() == [2, 1, 3] and allowed.tolist() == [4, 5, 6, 7, 2, 3]
 
 
 def test_a_request_with_a_mask_asks_vllm_for_the_likeliest_tokens():

@@ -4,52 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import math
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
-from vllm.logprobs import FlatLogprobs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from verifiers_rl.inference.generation import Generation, check_grammar, current_generation
-
-
-class SampledTokens(FlatLogprobs):
-    """What vLLM keeps of the logprobs of a request of the token route: the sampled tokens' own and,
-    for a sampling mask, which tokens could be sampled in their place. vLLM's own container also has
-    ranks and texts.
-
-    Args:
-        has_mask: the request wants a sampling mask.
-
-    Attributes:
-        logprobs: of the sampled tokens.
-        counts, allowed: how many tokens could be sampled, a position, and their ids.
-    """
-
-    def __init__(self, has_mask: bool) -> None:
-        super().__init__()
-        self.has_mask = has_mask
-        self.counts: list[int] = []
-        self.allowed: list[int] = []
-
-    def append_fast(
-        self, token_ids: list[int], logprobs: list[float], *ranks_and_texts: Any
-    ) -> None:
-        self.logprobs.append(logprobs[0])
-        if not self.has_mask:
-            return
-        # The sampled token comes first, then the likeliest ones in their order: as many as the
-        # request of this step that asks for most wants. The sampling options give probability 0
-        # to those that could not be sampled.
-        num = logprobs.index(-math.inf, 1) if logprobs[-1] == -math.inf else len(logprobs)
-        allowed = token_ids[1:num]
-        if token_ids[0] not in allowed:  # where many more are as likely as it is
-            allowed.append(token_ids[0])
-        self.counts.append(len(allowed))
-        self.allowed += allowed
 
 
 def refuse_beside_adapters(lora: Any) -> None:
@@ -142,9 +104,22 @@ class RolloutEngine(AsyncLLM):
         queue = await super().add_request(request_id, prompt, params, *args, **options)
         generation = current_generation.get()
         if generation is not None and generation.tokens is not None:
-            # Before its first token. vLLM's own would decode each token once more, until vLLM's
-            # `flat_logprobs` can leave out ranks and texts.
-            kept = self.output_processor.request_states[queue.request_id].logprobs_processor
-            kept.logprobs = SampledTokens(generation.tokens.num_logprobs > 0)
-            kept.tokenizer = None
+            state = self.output_processor.request_states[queue.request_id]
+            keep_arrays(state.logprobs_processor)  # before its first token
         return queue
+
+
+def keep_arrays(processor: Any) -> None:
+    """Let vLLM's `LogprobsProcessor` of a new request keep the logprobs of sampled tokens as they
+    come. Its own way makes objects of each, and decodes each token once more.
+    """
+    processor.logprobs = parts = list[Any]()
+    take_others = processor.update_from_output
+
+    def take(output: Any) -> None:
+        if output.new_logprobs is not None:
+            parts.append(output.new_logprobs)
+            output.new_logprobs = None
+        take_others(output)
+
+    processor.update_from_output = take

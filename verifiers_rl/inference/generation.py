@@ -12,7 +12,7 @@ request's task.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -112,7 +112,7 @@ class TokenRequest:
         if prompt.get("type", "token") != "token":
             raise ValueError("tokens: a prompt with images or audio cannot be given as tokens")
         sampling.max_tokens = min(sampling.max_tokens or self._room, self._room)
-        sampling.logprobs, sampling.flat_logprobs = self.num_logprobs, True
+        sampling.logprobs = self.num_logprobs
         prompt = {name: value for name, value in prompt.items() if name != "prompt"}
         return prompt | {"prompt_token_ids": self.token_ids}
 
@@ -165,16 +165,36 @@ class Generation:
         texts = (f"{span.start}:{span.version}" for span in spans)
         self.versions = ",".join(texts) if is_known else None
         if self.tokens is not None:
-            kept = completion.logprobs  # `engine.SampledTokens`
-            logprobs = np.asarray(kept.logprobs, np.float32).clip(min=LOWEST_LOGPROB)
-            mask = (kept.counts, kept.allowed) if self.tokens.num_logprobs else None
-            packed = pack_sampled(completion.token_ids, logprobs, mask)
+            ids, logprobs, _ = join_logprobs(completion.logprobs)  # see `engine.keep_arrays`
+            mask = allowed_of(ids, logprobs) if self.tokens.num_logprobs else None
+            of_sampled = logprobs[:, 0].clip(min=LOWEST_LOGPROB)
+            packed = pack_sampled(completion.token_ids, of_sampled, mask)
             self.packed = f'"{FIELD}":{json.dumps(packed)},'.encode()
 
     def take_line(self, number: int, reply: str) -> str:
         """Return a completion of a group as a line: its number, its versions and its reply."""
         packed, self.packed = self.packed.decode(), b""
         return f"{number} {self.versions or ''} {reply[0]}{packed}{reply[1:]}\n"
+
+
+def join_logprobs(parts: Sequence[Any]) -> list[np.ndarray]:
+    """Join vLLM's `LogprobsLists` of a request: ids and logprobs, (tokens, K), and ranks of sampled
+    tokens. The sampled token comes first, then the K - 1 likeliest ones in their order. A part has
+    as many as the request of its step that asked for most.
+    """
+    width = min(logprobs.shape[1] for _, logprobs, *_ in parts)
+    cut = [(ids[:, :width], logprobs[:, :width], ranks) for ids, logprobs, ranks, _ in parts]
+    return [np.concatenate(column) for column in zip(*cut, strict=True)]
+
+
+def allowed_of(ids: np.ndarray, logprobs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return how many tokens could be sampled at each position, and their ids. The sampling options
+    give probability 0 to the others.
+    """
+    is_allowed = logprobs > -np.inf
+    # The sampled token is not among the likeliest ones where many more are as likely as it is.
+    is_allowed[:, 0] = ~((ids[:, 1:] == ids[:, :1]) & is_allowed[:, 1:]).any(1)
+    return is_allowed.sum(1), ids[is_allowed]
 
 
 current_generation: ContextVar[Generation | None] = ContextVar("generation", default=None)
