@@ -257,7 +257,7 @@ def test_an_error_costs_its_episode_whose_record_has_what_was_said(play):
         raise web.HTTPBadRequest(text="no such model")
 
     (rollout,), _ = play(refuse, fails=True)
-    assert str(rollout.error) == "ProviderError: no such model"
+    assert str(rollout.error) == "ProviderError: Error code: 400 - no such model"
 
 
 def test_a_timeout_of_the_environment_is_not_taken_for_generation_timeout(play, monkeypatch):

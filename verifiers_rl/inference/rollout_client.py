@@ -18,7 +18,7 @@ from typing import Any, Self
 import aiohttp
 import httpx
 import numpy as np
-from openai import APIConnectionError, APITimeoutError, AsyncOpenAI, DefaultAsyncHttpxClient
+from openai import APIConnectionError, APIStatusError, APITimeoutError, BadRequestError
 
 from verifiers_rl.inference.client import generation_key, keep_alive
 from verifiers_rl.inference.packed_tokens import (
@@ -76,11 +76,10 @@ class _Gathered:
     replies: list[asyncio.Future[httpx.Response | None]] = field(default_factory=list)
 
 
-class ServerClient(AsyncOpenAI):
-    """AsyncOpenAI with a short path for `post(..., cast_to=httpx.Response)`, by which all clients
-    here send their requests. The path uses aiohttp and skips the layers of openai and httpx. With
-    hundreds of small requests at once, these layers take longer than all the rest of a rollout
-    (benchmarks/rollouts.py). The path raises openai's errors.
+class ServerClient:
+    """Asks a `vf-vllm` for the replies of rollouts. With hundreds of small requests at once, the
+    layers of openai's client take longer than all the rest of a rollout (benchmarks/rollouts.py).
+    So this is aiohttp, which raises openai's errors: environments know them.
 
     The requests of a rollout are sent by `of_rollout(session)`: they have its seeds and its
     deadline, and go to its server. One of several servers that does not answer, or that has not the
@@ -92,14 +91,9 @@ class ServerClient(AsyncOpenAI):
     """
 
     def __init__(self, base_url: str, timeout_s: float) -> None:
+        self.base_url, self._timeout_s = base_url, timeout_s
         self._rollout = RolloutSession(0)  # of requests that belong to none
         self._gathered: dict[tuple[str, str], _Gathered] = {}  # by address and body
-        # No proxy: it is our own server.
-        http = DefaultAsyncHttpxClient(trust_env=False, timeout=timeout_s)
-        super().__init__(
-            base_url=base_url, api_key=generation_key(base_url), http_client=http, max_retries=1
-        )
-        self._timeout_s = timeout_s
         self._session = aiohttp.ClientSession(
             # The server closes connections that are idle for 5 s. Ours close earlier, so that no
             # request is sent on one that the server is closing.
@@ -114,7 +108,6 @@ class ServerClient(AsyncOpenAI):
         """Return a client on the same connections, which sends the requests of this rollout."""
         client = copy.copy(self)
         client._rollout = session
-        client.__dict__.pop("chat", None)  # it is bound to the client that made it
         return client
 
     async def reply_to(
@@ -131,10 +124,7 @@ class ServerClient(AsyncOpenAI):
         tokens = {"tokens": pack_ids(prompt_ids), "messages": [{"role": "user", "content": "."}]}
         body = {**body, **tokens}
         wants_experts = body.pop("routed_experts", False)  # the server's flag returns them
-        # Not a subclass's, which may call this method.
-        reply = await ServerClient.post(
-            self, "/chat/completions/tokens", cast_to=httpx.Response, body=body, is_first=is_first
-        )
+        reply = await self.post("/chat/completions/tokens", body=body, is_first=is_first)
         completion = reply.json()
         experts = completion["choices"][0].pop("routed_experts", None)
         packed = completion.pop("packed_tokens")
@@ -146,17 +136,18 @@ class ServerClient(AsyncOpenAI):
             unpack_experts(experts) if wants_experts and experts is not None else None,
         )
 
-    async def post(self, path: str, *, cast_to: Any, **kwargs: Any) -> Any:
-        if cast_to is not httpx.Response:
-            return await super().post(path, cast_to=cast_to, **kwargs)
+    async def post(
+        self, path: str, *, body: dict[str, Any], is_first: bool = False
+    ) -> httpx.Response:
+        """Send a request of the rollout, and return the server's reply. Raises openai's errors."""
         rollout = self._rollout
-        base = str(self.base_url).rstrip("/") if rollout.url is None else f"{rollout.url}/v1"
+        base = self.base_url if rollout.url is None else f"{rollout.url}/v1"
         # A server that starts anew may have another key.
         url, headers = base + path, {"Authorization": f"Bearer {generation_key(base)}"}
-        body = rollout.with_seed(kwargs["body"])
+        body = rollout.with_seed(body)
         try:
             response = None
-            if kwargs.get("is_first"):
+            if is_first:
                 response = await self._ask_with_others(url, body, headers)
             if response is None:
                 response = await self._ask(url, json.dumps(body), headers)
@@ -172,7 +163,9 @@ class ServerClient(AsyncOpenAI):
             # 404: a server that started anew does not know the adapter.
             if response.status_code == 404 or response.is_server_error:
                 rollout.fail()
-            raise self._make_status_error_from_response(response)
+            kind = BadRequestError if response.status_code == 400 else APIStatusError
+            message = f"Error code: {response.status_code} - {response.text}"
+            raise kind(message, response=response, body=None)
         return response
 
     @property
@@ -272,7 +265,6 @@ class ServerClient(AsyncOpenAI):
 
     async def close(self) -> None:
         await self._session.close()
-        await super().close()
 
 
 def _kept_alive(address: tuple[Any, ...]) -> socket.socket:
