@@ -182,8 +182,7 @@ class Bench:
         )  # fmt: skip
         runner = make_runner(env, self.url, self.tokenizer, args)
         orchestrator = Orchestrator(runner, args, lambda: None)
-        extra = orchestrator.sampling["train"]["extra_body"]
-        extra |= {"ignore_eos": True, "min_tokens": REPLY_TOKENS}
+        orchestrator.sampling["train"] |= {"ignore_eos": True, "min_tokens": REPLY_TOKENS}
         return orchestrator
 
     def record(self, num_rollouts: int, num_turns: int) -> list[list[tuple[str, Any]]]:

@@ -62,14 +62,13 @@ def test_what_trainingarguments_takes_in_several_types_stays_allowed(tmp_path):
 
 
 SAMPLING = {"temperature": 0.5, "max_tokens": 9, "top_p": 0.9, "presence_penalty": 0.2}
-SAMPLING |= {"frequency_penalty": 0.3}
-OF_VLLM = {"top_k": 3, "min_p": 0.1, "repetition_penalty": 1.1}
+SAMPLING |= {"frequency_penalty": 0.3, "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.1}
 
 
 def test_sampling_options_reach_the_request():
-    args = make(**SAMPLING, **OF_VLLM)
-    assert args.sampling_args() == {**SAMPLING, "extra_body": OF_VLLM}
-    changing = {*SAMPLING, *OF_VLLM} - {"temperature", "max_tokens"}
+    args = make(**SAMPLING)
+    assert args.sampling_args() == SAMPLING
+    changing = {*SAMPLING} - {"temperature", "max_tokens"}
     assert {*args.sampling_changes_probabilities()} == changing
     assert make(temperature=0.3).sampling_changes_probabilities() == []
 
@@ -79,9 +78,9 @@ def test_stop_strings_and_template_variables_reach_every_request_that_should_hav
     args = make(stop="END", eval_sampling={"stop": []}, chat_template_kwargs=thinks)
     assert args.sampling_args()["stop"] == ["END"] and "stop" not in args.eval_sampling_args()
     for sampling in (args.sampling_args(), args.eval_sampling_args()):
-        assert sampling["extra_body"]["chat_template_kwargs"] == thinks
+        assert sampling["chat_template_kwargs"] == thinks
     own = args.with_sampling({"stop": "##", "include_stop_str_in_output": True}).sampling_args()
-    assert own["stop"] == ["##"] and own["extra_body"]["include_stop_str_in_output"] is True
+    assert own["stop"] == ["##"] and own["include_stop_str_in_output"] is True
     assert make(vllm_servers="host:1").servers() == [("host", 1)]  # one needs no list either
     with pytest.raises(ConfigError, match=r"max_token=9: cannot .* did you mean 'max_tokens'\?"):
         args.with_sampling({"max_token": 9})

@@ -149,7 +149,7 @@ def roll_out(server, tokenizer, replies, v1_path):
         runner = make_runner(env, server.url, tokenizer, args)
         sampling, found = args.sampling_args(), []
         if choices:
-            sampling["extra_body"] |= {"structured_outputs": {"choice": choices}}
+            sampling |= {"structured_outputs": {"choice": choices}}
         options = {"model": model_name(server), "sampling_args": sampling}
 
         async def run():

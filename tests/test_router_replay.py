@@ -154,8 +154,8 @@ def test_experts_of_a_reply_come_as_a_file_of_numpy_and_no_other_object():
 
 def test_what_cannot_replay_is_refused_at_the_start():
     args = RLConfig(use_cpu=True, router_replay=True)
-    assert args.sampling_args()["extra_body"]["routed_experts"] is True
-    assert "routed_experts" not in args.eval_sampling_args()["extra_body"]
+    assert args.sampling_args()["routed_experts"] is True
+    assert "routed_experts" not in args.eval_sampling_args()
     with pytest.raises(ConfigError, match="router_replay=True: Qwen3ForCausalLM has no router"):
         check_policy(make_tiny_model(), args)
     check_policy(make_tiny_moe(), args)

@@ -843,32 +843,22 @@ class RLConfig(TrainingArguments):
         return copied
 
     def sampling_args(self) -> dict[str, Any]:
-        """Return the sampling arguments of a rollout request. Neutral values are included, because
+        """Return the sampling options of a rollout request. Neutral values are included, because
         the model's generation_config.json may set other defaults on the server.
         """
-        extra: dict[str, Any] = {
-            "top_k": self.top_k or (DEFAULT_MASK if self.sampling_mask else -1),
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-        }
-        if self.include_stop_str_in_output and self.stop:
-            extra["include_stop_str_in_output"] = True
+        names = ("max_tokens", "temperature", "top_p", "min_p", *_PENALTIES)
+        sent = {name: getattr(self, name) for name in names}
+        sent["top_k"] = self.top_k or (DEFAULT_MASK if self.sampling_mask else -1)
+        if self.stop:
+            sent["stop"] = self.stop
+            sent["include_stop_str_in_output"] = self.include_stop_str_in_output
         if self.sampling_mask:
-            extra["sampling_mask"] = True
+            sent["sampling_mask"] = True
         if self.router_replay:
-            extra["routed_experts"] = True
+            sent["routed_experts"] = True
         if self.chat_template_kwargs:
-            extra["chat_template_kwargs"] = self.chat_template_kwargs
-        return {
-            # verifiers leaves out a None, and the reply may then fill the server's max_model_len.
-            "max_tokens": self.max_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            **({"stop": self.stop} if self.stop else {}),
-            "extra_body": extra,
-        }
+            sent["chat_template_kwargs"] = self.chat_template_kwargs
+        return sent
 
     def eval_sampling_args(self) -> dict[str, Any]:
         """Do as `sampling_args`, for evaluations."""

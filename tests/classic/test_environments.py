@@ -129,7 +129,9 @@ SAMPLING = {
     "temperature": 1.5,
     "max_tokens": 9,
     "presence_penalty": 0.5,
-    "extra_body": {"top_k": 7, "min_tokens": 1, "sampling_mask": True},
+    "top_k": 7,
+    "min_tokens": 1,
+    "sampling_mask": True,
 }
 
 

@@ -258,7 +258,6 @@ class _Client(OpenAIChatCompletionsClient):
     ) -> Any:
         """Return the messages and their tokens with the `ChatReply`."""
         body = {**sampling_args, "model": model}
-        body |= body.pop("extra_body", {})
         if tools:
             body["tools"] = tools
         prompt_ids = self._prompt_ids(prompt, body)

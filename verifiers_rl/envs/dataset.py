@@ -161,7 +161,6 @@ class DatasetEnvironment(V1Environment):
         try:
             async with session.limited(request.timeout_s):
                 body = {**request.sampling_args, "model": request.model}
-                body |= body.pop("extra_body", {})
                 prompt_ids = self.renderer.render(prompt, **body.pop("chat_template_kwargs", {}))
                 limit = self.options.max_seq_len
                 if (room := limit - len(prompt_ids)) < 1:

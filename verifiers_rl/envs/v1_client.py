@@ -50,7 +50,7 @@ class TokenClientConfig(vf.TrainClientConfig):
     """
 
     _runner: V1Environment
-    _sampling: dict[str, Any]  # options of the run, without extra_body
+    _sampling: dict[str, Any]  # options of the run
     _session: RolloutSession
     _said: dict[str, list[Said]] = PrivateAttr(default_factory=dict)  # by the id of its trace
 
@@ -60,8 +60,7 @@ class TokenClientConfig(vf.TrainClientConfig):
     ) -> TokenClientConfig:
         client = cls(base_url=runner.options.base_url, api_key_var="VLLM_API_KEY")
         client._runner, client._session = runner, session
-        client._sampling = {**request.sampling_args}
-        client._sampling |= client._sampling.pop("extra_body", {})
+        client._sampling = request.sampling_args
         return client
 
     def warn_of_bias(self, agent: str, request: Mapping[str, Any]) -> None:
