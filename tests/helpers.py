@@ -397,8 +397,6 @@ def stub_servers(monkeypatch, **status):
             self.num_asked += 1
             return super().status() | {"device": "cuda", **status}
 
-        def check_model(self, config): ...
-
     monkeypatch.setattr("verifiers_rl.wiring.InferenceClient", Server)
     return made
 

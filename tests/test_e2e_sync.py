@@ -504,8 +504,8 @@ def check_a_killed_worker(model, sync, server):
 def test_another_model_is_refused_with_both_sizes(full_server, connect):
     folder, server = full_server
     config = load(folder).config
-    config.hidden_size = 64
+    config.intermediate_size = 64
     with pytest.raises(
-        InferenceServerError, match=r"another model.*hidden_size 64 here, 128 there"
+        InferenceServerError, match=r"shape \(384, 128\) in .* \(64, 128\) at .* another model\?"
     ):
-        connect(server).client.check_model(config)
+        push_to(connect(server), AutoModelForCausalLM.from_config(config), 1)

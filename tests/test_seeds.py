@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers import StubRunner, make_tiny_model, stub_servers
+from tests.helpers import StubRunner, stub_servers
 from verifiers_rl import RLConfig
 from verifiers_rl.inference import RolloutSession, derive_seed
 from verifiers_rl.inference.client import InferenceServerError
@@ -72,7 +72,7 @@ def test_a_server_that_lacks_what_options_need_is_refused(monkeypatch, caplog):
 
     def begin(**lacking):
         stub_servers(monkeypatch, **exact | lacking)
-        make_pool(make_tiny_model(), None, args).wait_until_ready()
+        make_pool(None, args).wait_until_ready()
 
     begin()
     assert not caplog.messages

@@ -170,11 +170,11 @@ def make_source_and_sink(
         ConfigError: example_order is given beside environments of different weights, or the server
             could not reproduce the adapter.
         InvalidEnvironmentError: the environment cannot be trained on.
-        InferenceServerError: there is no server, or it serves another model.
+        InferenceServerError: there is no server, or it lacks what the run needs.
     """
     if replaced.orchestrator is not None and replaced.weight_sync is not None:
         return replaced.orchestrator, replaced.weight_sync
-    pool = make_pool(policy, tokenizer, args)
+    pool = make_pool(tokenizer, args)
     weight_sync: Any = pool if replaced.weight_sync is None else replaced.weight_sync
     sends_adapter = weight_sync is pool and hasattr(policy, "peft_config")
     adapter = policy.peft_config["default"] if sends_adapter else None
@@ -215,11 +215,10 @@ def make_source_and_sink(
     return orchestrator, weight_sync
 
 
-def make_pool(policy: Any, tokenizer: Any, args: Any) -> ServerPool:
+def make_pool(tokenizer: Any, args: Any) -> ServerPool:
     """Make the pool of the run's servers, one or several."""
 
     def check_server(client: InferenceClient) -> None:
-        client.check_model(policy.config)
         check_options(client.base_url, client.status(), args)
 
     def compare(model: Any, client: InferenceClient, model_name: str) -> None:

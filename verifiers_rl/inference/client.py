@@ -108,23 +108,6 @@ class InferenceClient:
             raise _not_ours(self.base_url, "/weight_sync/status")
         return status
 
-    def check_model(self, config: Any) -> None:
-        """Raise InferenceServerError unless the server's model has the sizes
-        of this Hugging Face config.
-        """
-        status, text = self.status(), config.get_text_config()
-        sizes = ("vocab_size", "hidden_size", "num_hidden_layers")
-        different = [
-            f"{name} {getattr(text, name)} here, {status[name]} there"
-            for name in sizes
-            if getattr(text, name) != status[name]
-        ]
-        if different:
-            raise InferenceServerError(
-                f"the server at {self.base_url} serves another model, {status['model']!r}: "
-                f"{'; '.join(different)}. Start it with the trainer's model"
-            )
-
     def post(
         self, path: str, fields: Any = None, timeout_s: float = 30.0, num_bytes: int = 0
     ) -> ControlRequest:

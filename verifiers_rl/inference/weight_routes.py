@@ -143,7 +143,6 @@ class WeightRoutes:
         lora, device = config.lora_config, config.device_config.device_type
         if self._gpus is None:
             self._gpus = await call_workers(engine, CALL_DEADLINE_S, "weight_sync_gpu")
-        text = model.hf_config.get_text_config()
         return {
             "policy_version": self.policy_version,
             "connection": self.hold.connection if self.hold is not None else None,
@@ -155,9 +154,6 @@ class WeightRoutes:
             "quantization": model.quantization,
             "model": model.model,
             "served_model_name": self.vllm.openai_serving_models.model_name(),
-            "vocab_size": text.vocab_size,
-            "hidden_size": text.hidden_size,
-            "num_hidden_layers": text.num_hidden_layers,
             "max_model_len": model.max_model_len,
             "joined": self._joined,
             "returns_experts": self.vllm.args.enable_return_routed_experts,
