@@ -49,7 +49,10 @@ def play(play_group):
 
 @pytest.fixture
 def problems(tmp_path):
-    row = {"problem": "What is 6 times 7?", "solution": "It is $\\boxed{42}$."}
+    row = {
+        "problem": "What is 6 times 7?",
+        "solution": "Not $\\boxed{1}$, but $\\boxed{\\frac{84}{2}}$.",
+    }
     (tmp_path / "problems").mkdir()
     (tmp_path / "problems/train.jsonl").write_text(json.dumps(row))
     return str(tmp_path / "problems")
@@ -178,7 +181,7 @@ def test_the_program_that_the_model_writes_runs_and_its_output_is_read(
     def solve(prompt):
         output = prompt.partition("<|tool|>")[2].split("<")[0].strip()
         call = {"name": "python", "arguments": json.dumps({"code": program})}
-        return f"It is \\boxed{{{output}}}" if output else call
+        return f"Not \\boxed{{1}}, but \\boxed{{{output}}}" if output else call
 
     python = {"command": [sys.executable, "-I", "-"], "timeout_s": 5}
     (rollout,) = play("math_python", solve, {"dataset": problems, "python": python})
@@ -194,24 +197,3 @@ def test_only_the_end_of_what_a_program_prints_is_kept_in_memory():
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert said == "éend\n" and peak < 2e6  # bytes, of 8e6
-
-
-@pytest.mark.parametrize(
-    ("said", "right", "same"),
-    [
-        ("1,000", "1000.0", True),
-        ("\\dfrac{1}{2}", "0.5", True),
-        ("$x + 1$", "x+1", True),
-        ("\\text{Paris}", "Paris", True),
-        ("2/0", "\\frac{2}{1}", False),
-        (None, "42", False),
-    ],
-)
-def test_answers_of_math_are_the_same_up_to_their_spelling(said, right, same):
-    assert load_example("math_python").same_answer(said, right) is same
-
-
-def test_the_last_box_is_the_answer_also_with_braces_inside():
-    boxed = load_example("math_python").boxed
-    assert boxed("\\boxed{1} or \\boxed{\\frac{1}{2}}.") == "\\frac{1}{2}"
-    assert boxed("\\boxed{1") is None and boxed("1") is None

@@ -44,17 +44,6 @@ def test_each_group_of_a_run_has_a_seed_of_its_own_whatever_ran_before(make_orch
     assert {*seeds_of(0)[1]} == {None}
 
 
-def test_a_run_that_goes_on_in_its_process_has_the_seeds_that_it_had(make_orchestrator):
-    runner = Recorder()
-    orchestrator = make_orchestrator(runner, deterministic=True)
-    for _ in range(2):
-        orchestrator.submit(0, "m", 0)
-        orchestrator.get()
-        orchestrator.stop()
-        orchestrator.start()
-    assert all(first == again for first, again in runner.seeds.values())
-
-
 def test_a_rollout_sends_its_seeds_unless_the_request_has_its_own():
     seeded = RolloutSession(0, group_seed=5, number=3)
     sent = [seeded.with_seed(body) for body in ({}, {}, {"seed": 9})]
