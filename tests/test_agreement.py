@@ -14,7 +14,6 @@ from verifiers_rl.sync.agreement import (
     PROMPT,
     check_agreement,
     logprobs_of_sample,
-    prompt_of,
 )
 from verifiers_rl.types import Sample
 
@@ -98,11 +97,6 @@ def test_logprobs_that_are_nan_are_another_model(tokenizer):
     model.lm_head.weight.data[0, 0] = torch.nan
     with pytest.raises(InferenceServerError, match="nan nats apart"):
         compare(tokenizer, model, dtype="bfloat16")
-
-
-def test_a_tokenizer_without_the_prompts_letters_has_a_prompt_too(tokenizer, monkeypatch):
-    monkeypatch.setattr("verifiers_rl.sync.agreement.PROMPT", "")
-    assert prompt_of(tokenizer) == [0, 1, 2, 3]
 
 
 IDS = [3, 14, 15, 92, 65, 35]

@@ -72,19 +72,6 @@ except TimeoutError:
     assert run_python("-c", code).stdout == "the deadline\n"
 
 
-def test_a_task_that_cancels_itself_is_not_warned_of(run, caplog):
-    """As aiohttp's server ends the task of a closed connection."""
-
-    async def cancels_itself():
-        raise asyncio.CancelledError
-
-    async def forget_it():
-        await asyncio.wait([asyncio.get_running_loop().create_task(cancels_itself())])
-
-    run(forget_it())
-    assert not caplog.records
-
-
 def test_what_is_cancelled_together_ends_each_in_its_own_time():
     ended = []
 

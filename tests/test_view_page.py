@@ -171,28 +171,6 @@ def test_no_part_scrolls_sideways_on_a_phone(open_page, address):
 # --- Rollouts -------------------------------------------------------------------------------------
 
 
-def test_rollouts_are_filtered_and_the_address_keeps_the_filter(open_page, address, two_runs):
-    page = open_page(address + "#/rollouts?run=first")
-    see(page, ".rollouts a")
-    assert page.locator(".rollouts li").count() == 50
-    page.get_by_role("button", name="More (").click()
-    until(page, "document.querySelectorAll('.rollouts li').length === 100")
-    page.locator("#filter-kind").select_option("failed")
-    see(page, ".flag-failed")
-    page.reload()
-    see(page, ".flag-failed")
-    num_failed = sum(row["error"] is not None for row in read(two_runs / "first"))
-    assert page.locator(".rollouts li").count() == num_failed
-    page.get_by_role("button", name="Clear").click()
-    press(page, "/")
-    page.keyboard.type("calculate")
-    until(page, "document.querySelector('.count').textContent.includes('hits')")
-    page.locator(".rollouts a").first.click()
-    assert text(page, ".message mark").lower() == "calculate"
-    assert texts(page, ".span-title")[:3] == ["turn 1", "calculate", "turn 2"]
-    assert "expression" in text(page, ".call .text")
-
-
 def test_tokens_are_colored_by_each_of_their_numbers_and_by_their_weight_under_a_loss(
     open_page, tmp_path
 ):
