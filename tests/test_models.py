@@ -43,13 +43,6 @@ def test_the_default_adapts_the_same_seven_layers_of_most_models(make, adapted):
     assert default_layers(make()) == {*adapted}
 
 
-def test_in_a_model_of_more_layers_the_default_has_the_shortest_names():
-    config = make_tiny_model().config
-    config.num_hidden_layers, config.layer_types = 3, ["full_attention"] * 3
-    policy = load_policy(type(make_tiny_model())(config), options())
-    assert policy.peft_config["default"].target_modules == {*SEVEN}
-
-
 def test_the_default_adapts_the_delta_nets_of_qwen3_5_and_neither_head_router_nor_experts(qwen3_5):
     model, has_experts = qwen3_5
     shared = "shared_expert." * has_experts

@@ -9,7 +9,6 @@ __all__ = ["StreamTaskset"]
 
 
 class StreamConfig(vf.TasksetConfig):
-    name_of_task: str = "task"
     end: int | None = None  # where it ends, though it should not
     padding: int = 0  # characters after each second prompt
 
@@ -19,5 +18,5 @@ class StreamTaskset(vf.Taskset[SmallTask, StreamConfig]):
 
     def load(self):
         for i in itertools.islice(itertools.count(), self.config.end):
-            prompt = f"{self.config.name_of_task} {i}" + "x" * self.config.padding * (i % 2)
+            prompt = f"task {i}" + "x" * self.config.padding * (i % 2)
             yield SmallTask(vf.TaskData(idx=i, prompt=prompt), self.config.task)
