@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DogeConfig, DogeForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import MistralConfig, MistralForCausalLM
 from transformers.integrations import hub_kernels
 
 from tests.helpers import TINY, make_tiny_llama, make_tiny_model
@@ -265,11 +265,6 @@ def test_a_model_that_cannot_share_is_trained_whole_and_a_line_says_why(make_tra
         trainer = make_trainer(model, **options)
         assert batch_gradients(trainer, make_tree(5))[2]["prefix_sharing"] == 1.0
     assert "its sliding_window of 16 tokens is shorter than max_seq_len=32" in caplog.text
-
-
-def test_a_model_that_gives_attention_its_mask_by_name_shares_prefixes():
-    model = DogeForCausalLM(DogeConfig(**TINY, num_key_value_heads=2)).float()
-    assert forward.reason_against_sharing_prefixes(model, model, 32) is None
 
 
 def test_attention_that_ignores_the_samples_is_found(monkeypatch):
