@@ -225,24 +225,22 @@ def theirs_of(sample):
     return [math.nan, *(logprob_of(a, b) for a, b in pairwise(ids))]
 
 
-def test_distillation_alone_forgets_rewards_but_reports_them(make_orchestrator):
-    batch, requests = generate(make_orchestrator, "opd")
+@pytest.mark.parametrize(
+    "algorithm, of_rewards", [("opd", [0.0] * 8), ("rl", [-1.5, -0.5, 0.5, 1.5] * 2)]
+)
+def test_a_teacher_takes_the_place_of_rewards_or_adds_to_their_advantages(
+    make_orchestrator, algorithm, of_rewards
+):
+    batch, requests = generate(make_orchestrator, algorithm)
     assert len(requests) == len(batch.samples) == 8
-    for sample in batch.samples:
-        wanted = expected(sample, theirs_of(sample), 0.5)
-        assert sample.advantages.tolist() == pytest.approx(wanted, abs=1e-6)
-    assert batch.metrics["reward"] == 1.5
-    kls = [-sum(expected(s, theirs_of(s), 1.0)) / s.num_loss_tokens for s in batch.samples]
-    assert batch.metrics["taught/teacher_kl"] == pytest.approx(np.mean(kls))
-    assert batch.metrics["taught/teacher_s"] > 0
-
-
-def test_a_teacher_beside_rewards_adds_to_their_advantages(make_orchestrator):
-    batch, _ = generate(make_orchestrator, "rl")
-    for rollout, reward in zip(batch.rollouts, [-1.5, -0.5, 0.5, 1.5] * 2, strict=True):
+    for rollout, reward in zip(batch.rollouts, of_rewards, strict=True):
         (sample,) = rollout.samples
         wanted = np.array(expected(sample, theirs_of(sample), 0.5)) + reward * sample.loss_mask
         assert sample.advantages.tolist() == pytest.approx(wanted.tolist(), abs=1e-6)
+    assert batch.metrics["reward"] == 1.5  # whatever is learned
+    kls = [-sum(expected(s, theirs_of(s), 1.0)) / s.num_loss_tokens for s in batch.samples]
+    assert batch.metrics["taught/teacher_kl"] == pytest.approx(np.mean(kls))
+    assert batch.metrics["taught/teacher_s"] > 0
 
 
 def test_groups_of_one_reward_are_learned_from_if_they_have_a_teacher(make_orchestrator):
