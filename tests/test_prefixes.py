@@ -191,7 +191,7 @@ def test_the_step_with_shared_beginnings_equals_a_float64_reference(
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
-@pytest.mark.parametrize("attention", ["sdpa", "sdpa in calls"], indirect=True)
+@pytest.mark.parametrize("attention", ["sdpa in calls"], indirect=True)
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch.compile's own
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # which it hides by itself
 def test_compiled_layers_keep_samples_apart_and_serve_rows_of_any_length(make_trainer, attention):
