@@ -20,16 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.helpers import load_example
 
 EOS, PAD = 257, 256
-FIRST_EXTRA = 261  # ids of a family's own tokens begin here
 VOCABULARY = 272
-
-# What stands before a turn of system, user, assistant, tool.
-CHATML = ("<im>system\\n", "<im>user\\n", "<im>assistant\\n", "<im>tool\\n")
-HEADERS = ("<hd>system</hd>\\n", "<hd>user</hd>\\n", "<hd>assistant</hd>\\n", "<hd>tool</hd>\\n")
-MODEL_TURNS = ("<turn>user\\n", "<turn>user\\n", "<turn>model\\n", "<turn>user\\n")
-CHANNELS = ("<start>system<msg>", "<start>user<msg>", "<start>assistant", "<start>tool<msg>")
-BARE = ("<|system|>", "<|user|>", "<|assistant|>", "<|user|>")
-BRACKETS = ("[SYS]", "[INST]", "[/INST]", "[RESULT]")
 
 
 @dataclass(frozen=True)
@@ -41,9 +32,6 @@ class Family:
         like: the checkpoint of the hub that the tiny one is like.
         traits: what is particular about it, a few words.
         write: writes the checkpoint into a folder.
-        turns: what stands in its chat template before a turn of system, user, assistant, tool.
-        thinks: the model thinks before it replies; earlier thoughts leave the prompt, and
-            `enable_thinking=False` closes the thought before it begins.
         tokens: its own special tokens, and the attributes of the tokenizer that name them.
         has_experts: whether its layers have experts, which vLLM serves without adapters on a CPU.
         server_dtype: in which vLLM's CPU build has kernels for it.
@@ -53,15 +41,13 @@ class Family:
     like: str
     traits: str
     write: Callable[[Path], None]
-    turns: tuple[str, ...] = CHATML
-    thinks: bool = True
     tokens: dict[str, str] = field(default_factory=dict)
     has_experts: bool = False
     server_dtype: str = "float32"
 
 
 def write_family(name, folder):
-    """Write model, tokenizer and chat template of this family into a folder, which exists."""
+    """Write model and tokenizer of this family into a folder, which exists."""
     family = FAMILIES[name]
     torch.manual_seed(0)
     family.write(folder)
@@ -72,48 +58,11 @@ def write_family(name, folder):
         eos_token="<|end|>",
         pad_token="<|pad|>",
         extra_special_tokens=named,
-        chat_template=chat_template(*family.turns, family.thinks),
+        chat_template=plain.chat_template,
     )
     assert len(tokenizer) <= VOCABULARY
     tokenizer.save_pretrained(folder)
     return family
-
-
-# --- Chat templates ------------------------------------------------------------------------------
-
-
-def chat_template(system, user, assistant, tool, thinking):
-    """A chat template in the style of a family. Each turn ends with the tokenizer's end token.
-
-    Args:
-        system, user, assistant, tool: what stands before a turn of this role.
-        thinking: the model thinks before it replies; earlier thoughts leave the prompt, and
-            `enable_thinking=False` closes the thought before it begins.
-    """
-    thought = no_thought = ""
-    if thinking:
-        thought = (
-            "{%- if message['reasoning_content'] and loop.last -%}"
-            "{{- '<think>' + message['reasoning_content'] + '</think>' -}}{%- endif -%}"
-        )
-        no_thought = (
-            "{%- if enable_thinking is defined and not enable_thinking -%}"
-            "{{- '<think></think>' -}}{%- endif -%}"
-        )
-    return (
-        "{%- if tools -%}{{- '" + system + "Tools: ' -}}"
-        "{%- for tool in tools -%}{{- tool | tojson -}}{%- endfor -%}{{- '<|end|>' -}}{%- endif -%}"
-        "{%- for message in messages -%}"
-        "{%- if message['role'] == 'assistant' -%}{{- '" + assistant + "' -}}" + thought + ""
-        "{{- message['content'] or '' -}}"
-        "{%- for call in message['tool_calls'] or [] -%}"
-        "{{- '<tool_call>' + (call['function'] | tojson) + '</tool_call>' -}}{%- endfor -%}"
-        "{%- elif message['role'] == 'system' -%}{{- '" + system + "' + message['content'] -}}"
-        "{%- elif message['role'] == 'tool' -%}{{- '" + tool + "' + message['content'] -}}"
-        "{%- else -%}{{- '" + user + "' + message['content'] -}}{%- endif -%}"
-        "{{- '<|end|>' -}}{%- endfor -%}"
-        "{%- if add_generation_prompt -%}{{- '" + assistant + "' -}}" + no_thought + "{%- endif -%}"
-    )
 
 
 # --- Models --------------------------------------------------------------------------------------
@@ -272,7 +221,6 @@ QWEN_TOKENS = {"image": "<|image_pad|>", "start": "<|vision_start|>", "end": "<|
 FAMILIES = {
     "qwen3": Family(
         "Qwen3", "Qwen3-0.6B", "tied head", causal_lm("Qwen3", tie_word_embeddings=True),
-        
     ),
     "qwen3_moe": Family(
         "Qwen3 MoE", "Qwen3-30B-A3B", "experts",
@@ -307,12 +255,11 @@ FAMILIES = {
             QWEN_TOWER | {"deepstack_visual_indexes": [0]},
             QWEN_FILES, **QWEN_IDS,
         ),
-        thinks=False, tokens=QWEN_TOKENS,
+        tokens=QWEN_TOKENS,
     ),
     "llama3": Family(
         "Llama 3.2", "Llama-3.2-1B-Instruct", "tied head, scaled rope",
         causal_lm("Llama", tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE),
-        turns=HEADERS, thinks=False,
     ),
     "llama4": Family(
         "Llama 4", "Llama-4-Scout-17B-16E-Instruct",
@@ -337,7 +284,6 @@ FAMILIES = {
             },
             boi_token_index=262, eoi_token_index=263, image_token_index=264,
         ),
-        turns=HEADERS, thinks=False,
         tokens={
             "image": "<|image|>", "start": "<|image_start|>", "end": "<|image_end|>",
             "patch": "<|patch|>", "x": "<|tile_x_separator|>", "y": "<|tile_y_separator|>",
@@ -362,16 +308,15 @@ FAMILIES = {
             },
             mm_tokens_per_image=1, boi_token_index=261, eoi_token_index=262, image_token_index=263,
         ),
-        turns=MODEL_TURNS, thinks=False,
         tokens={"boi_token": "<img>", "eoi_token": "</img>", "image_token": "<soft>"},
     ),
     "gpt_oss": Family(
         "gpt-oss", "gpt-oss-20b in bfloat16", "experts in one tensor, sinks, sliding windows",
-        write_gpt_oss, turns=CHANNELS, has_experts=True,
+        write_gpt_oss, has_experts=True,
     ),
     "gpt_oss_mxfp4": Family(
         "gpt-oss, MXFP4", "gpt-oss-20b", "as above, and experts quantised in MXFP4", in_mxfp4,
-        turns=CHANNELS, has_experts=True, server_dtype="bfloat16",
+        has_experts=True, server_dtype="bfloat16",
     ),
     "glm4_moe": Family(
         "GLM-4.7", "GLM-4.7", "experts with a correction bias, part of each head with rope",
@@ -383,7 +328,7 @@ FAMILIES = {
                 "partial_rotary_factor": 0.5,
             },
         ),
-        turns=BARE, has_experts=True,
+        has_experts=True,
     ),
     "nemotron_h": Family(
         "Nemotron 3", "NVIDIA-Nemotron-3-Nano-30B-A3B",
@@ -407,12 +352,10 @@ FAMILIES = {
             num_hidden_layers=4, ssm_state_size=64, mamba_num_heads=4, mamba_head_dim=32,
             n_groups=2, chunk_size=64, n_routed_experts=0,
         ),
-        
     ),
     "olmo3": Family(
         "Olmo 3", "Olmo-3-7B-Instruct", "sliding windows, norms behind layers",
         causal_lm("Olmo3", num_hidden_layers=4, sliding_window=32),
-        
     ),
     "mistral3": Family(
         "Mistral Small 3.2", "Mistral-Small-3.2-24B-Instruct", "vision tower",
@@ -433,13 +376,11 @@ FAMILIES = {
             },
             image_token_index=261, spatial_merge_size=2, tie_word_embeddings=False,
         ),
-        turns=BRACKETS, thinks=False,
         tokens={"image": "[IMG]", "break": "[IMG_BREAK]", "end": "[IMG_END]"},
     ),
     "smollm3": Family(
         "SmolLM3", "SmolLM3-3B", "layers without rope, tied head",
         causal_lm("SmolLM3", num_hidden_layers=4, tie_word_embeddings=True),
-        
     ),
     "deepseek_v3": Family(
         "DeepSeek V3", "DeepSeek-V3-0324 in bfloat16",
@@ -450,6 +391,6 @@ FAMILIES = {
             first_k_dense_replace=1, q_lora_rank=32, kv_lora_rank=64, qk_rope_head_dim=32,
             qk_nope_head_dim=32, v_head_dim=32, rope_parameters=YARN, topk_method="noaux_tc",
         ),
-        turns=BRACKETS, has_experts=True,
+        has_experts=True,
     ),
 }  # fmt: skip

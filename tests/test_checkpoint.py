@@ -42,27 +42,6 @@ def test_a_vision_tower_is_left_out_unless_it_is_asked_for(fitted):
     assert not fitted(PLAIN)[0].language_model_only
 
 
-@pytest.mark.parametrize("config", [DELTA_NET, QWEN3_5])
-def test_linear_attention_is_computed_in_bfloat16_on_a_cpu(fitted, config):
-    assert fitted(config, on_gpu=False)[0].dtype == "bfloat16"
-    assert fitted(config, on_gpu=False, dtype="bfloat16")[1] is None
-    assert "--dtype float32: on a CPU" in fitted(config, on_gpu=False, dtype="float32")[1]
-    assert fitted(PLAIN, on_gpu=False, dtype="float32")[1] is None
-    assert fitted(config, dtype="float32")[1] is None
-    assert fitted(config)[0].dtype == "auto"
-
-
-def test_an_adapter_beside_experts_is_refused_on_a_cpu(fitted):
-    experts = {"model_type": "qwen3_moe", "num_experts": 4}
-    inside = {"model_type": "qwen3_5_moe", "text_config": DELTA_NET | {"num_experts": 4}}
-    for config in (experts, inside):
-        problem = fitted(config, on_gpu=False, enable_lora=True)[1]
-        assert problem.startswith("--enable-lora: on a CPU") and "lora_sync='merged'" in problem
-        assert fitted(config, on_gpu=False)[1] is None
-    assert fitted(PLAIN, on_gpu=False, enable_lora=True)[1] is None
-    assert fitted(experts, enable_lora=True)[1] is None
-
-
 @pytest.mark.parametrize(
     "config, flags, name, warns",
     [
@@ -90,30 +69,54 @@ def test_what_can_take_a_push_gets_vllms_name_and_a_warning(
     assert ("the server rounds weights" in said and "mismatch_kl" in said) == warns
 
 
-@pytest.mark.parametrize(
-    "flags, problem",
-    [
-        (
-            {"quantization_config": {"linear": "fp8_per_block"}},
-            "--quantization-config: .* add --quantization online",
-        ),
-        ({"quantization": "awq"}, "--quantization awq: .* or train an adapter"),
-        ({"on_gpu": False, "quantization": "fp8"}, "--quantization fp8: .* or use a GPU"),
-    ],
-)
-def test_a_kind_that_cannot_be_made_of_a_push_is_refused_with_the_fix(fitted, flags, problem):
-    assert re.match(problem, fitted(PLAIN, **flags)[1])
-
-
 def test_the_installed_vllm_makes_fp8_of_plain_weights():
     from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
 
     assert {"fp8_per_tensor", "fp8_per_block", "online"} <= {*ONLINE_QUANT_SHORTHAND_NAMES}
 
 
-def test_experts_in_fp8_need_eager_mode_or_an_adapter(fitted):
-    for config in ({"num_experts": 8}, {"text_config": {"num_local_experts": 8}}):
-        problem = fitted(PLAIN | config, quantization="fp8")[1]
-        assert problem.startswith("--quantization fp8: with experts, CUDA graphs would go on")
-        for flag in ("enforce_eager", "enable_lora"):
-            assert fitted(PLAIN | config, quantization="fp8", **{flag: True})[1] is None
+@pytest.mark.parametrize("config", [DELTA_NET, QWEN3_5])
+def test_linear_attention_is_computed_in_bfloat16_on_a_cpu(fitted, config):
+    assert fitted(config, on_gpu=False)[0].dtype == "bfloat16"
+    assert fitted(config)[0].dtype == "auto"
+
+
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4}
+DELTA_EXPERTS = {"text_config": DELTA_NET | {"num_local_experts": 4}}
+ON_CPU, LORA, FP8 = {"on_gpu": False}, {"enable_lora": True}, {"quantization": "fp8"}
+OF_DTYPE = "--dtype float32: on a CPU"
+OF_LORA = "--enable-lora: on a CPU.*lora_sync='merged'"
+OF_GRAPHS = "--quantization fp8: with experts, CUDA graphs would go on"
+
+
+@pytest.mark.parametrize(
+    "config, flags, problem",
+    [
+        (DELTA_NET, ON_CPU | {"dtype": "float32"}, OF_DTYPE),
+        (QWEN3_5, ON_CPU | {"dtype": "float32"}, OF_DTYPE),
+        (QWEN3_5, ON_CPU | {"dtype": "bfloat16"}, None),
+        (QWEN3_5, {"dtype": "float32"}, None),
+        (PLAIN, ON_CPU | {"dtype": "float32"}, None),
+        (EXPERTS, ON_CPU | LORA, OF_LORA),
+        (DELTA_EXPERTS, ON_CPU | LORA, OF_LORA),
+        (DELTA_EXPERTS, ON_CPU, None),
+        (PLAIN, ON_CPU | LORA, None),
+        (EXPERTS, LORA, None),
+        # CUDA graphs go on reading what a push has replaced.
+        (EXPERTS, FP8, OF_GRAPHS),
+        (DELTA_EXPERTS, FP8, OF_GRAPHS),
+        (EXPERTS, FP8 | {"enforce_eager": True}, None),
+        (EXPERTS, FP8 | LORA, None),
+        # Which cannot be made of a push.
+        (PLAIN, ON_CPU | FP8, "--quantization fp8: .* or use a GPU"),
+        (PLAIN, {"quantization": "awq"}, "--quantization awq: .* or train an adapter"),
+        (
+            PLAIN,
+            {"quantization_config": {"linear": "fp8_per_block"}},
+            "--quantization-config: .* add --quantization online",
+        ),
+    ],
+)
+def test_flags_that_cannot_work_are_refused_with_the_fix(fitted, config, flags, problem):
+    _, said = fitted(config, **flags)
+    assert re.match(problem, said) if problem else said is None

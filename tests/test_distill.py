@@ -20,11 +20,7 @@ from verifiers_rl.distill import Distillation, Teacher
 from verifiers_rl.distill.teacher import check_vocabulary, teacher_advantages
 from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
 from verifiers_rl.envs.make import Environments, Part, make_runner
-from verifiers_rl.inference.client import (
-    TOKEN_VARIABLE,
-    InferenceServerError,
-    ServerLostError,
-)
+from verifiers_rl.inference.client import InferenceServerError, ServerLostError
 from verifiers_rl.types import Sample
 
 
@@ -77,8 +73,8 @@ def ask(ids, change=lambda reply: reply, statuses=(), is_own=False, **options):
         async with teaching(change, statuses) as (url, requests):
             teacher = Teacher(**{"model": "big", "base_url": url, **options})
             asking = connected(Distillation(**OPSD) if is_own else Distillation(teacher), url)
-            await asking.open()
             try:
+                await asking.open()
                 return await asking.logprobs(np.array(ids)), requests
             finally:
                 await asking.close()
@@ -94,6 +90,10 @@ def test_the_teachers_logprobs_are_those_of_exactly_these_tokens(monkeypatch):
     assert body["prompt"] == [5, 3, 9, 9] and body["model"] is None
     assert body["prompt_logprobs"] == 0 and body["max_tokens"] == 1
     assert headers["Authorization"] == "Bearer secret"
+    _, ((headers, _),) = ask([5, 3])  # the run's own token is for its own server
+    assert "Authorization" not in headers
+    with pytest.raises(InferenceServerError, match="NO_SUCH_KEY is not set"):
+        ask([5, 3], key_variable="NO_SUCH_KEY")
 
 
 @pytest.mark.parametrize(
@@ -159,32 +159,20 @@ def test_a_wrong_reply_is_an_error_and_never_a_number(change, problem):
         ask([5, 3], change)
 
 
-def test_a_teacher_that_refuses_is_asked_once():
-    with pytest.raises(InferenceServerError, match="refuses: status 400: later"):
-        ask([5, 3], statuses=(400,))
-    with pytest.raises(InferenceServerError, match="status 401: later; set key_variable"):
-        ask([5, 3], statuses=(401,))
-
-
-def test_the_key_of_a_teacher_is_read_from_its_variable(monkeypatch):
-    monkeypatch.setenv(TOKEN_VARIABLE, "of the run")
-    assert Teacher("big", "http://host", key_variable=TOKEN_VARIABLE).headers() == {
-        "Authorization": "Bearer of the run"
-    }
-    assert Teacher("big", "http://host").headers() == {}
-
-
-def test_without_its_key_a_teacher_is_not_opened_and_can_be_closed():
-    async def run():
-        teacher = Teacher("big", "http://host", key_variable="NO_SUCH_KEY")
-        scorer = connected(Distillation(teacher), "http://unused")
-        try:
-            await scorer.open()
-        finally:
-            await scorer.close()
-
-    with pytest.raises(InferenceServerError, match="NO_SUCH_KEY is not set"):
-        asyncio.run(run())
+@pytest.mark.parametrize(
+    "status, is_own, error, said",
+    [
+        (400, False, InferenceServerError, "refuses: status 400: later"),
+        (401, False, InferenceServerError, "status 401: later; set key_variable"),
+        (400, True, InferenceServerError, "--max-model-len above max_seq_len, and the hint"),
+        # A lost server of the run's own is the trainer's to wait for.
+        (404, True, ServerLostError, "status 404: later"),
+        (503, True, ServerLostError, "status 503: later"),
+    ],
+)
+def test_a_server_that_refuses_is_asked_once(status, is_own, error, said):
+    with pytest.raises(error, match=said):
+        ask([5, 3], statuses=(status,), is_own=is_own)
 
 
 # --- Advantages -----------------------------------------------------------------------------------
@@ -237,24 +225,22 @@ def theirs_of(sample):
     return [math.nan, *(logprob_of(a, b) for a, b in pairwise(ids))]
 
 
-def test_distillation_alone_forgets_rewards_but_reports_them(make_orchestrator):
-    batch, requests = generate(make_orchestrator, "opd")
+@pytest.mark.parametrize(
+    "algorithm, of_rewards", [("opd", [0.0] * 8), ("rl", [-1.5, -0.5, 0.5, 1.5] * 2)]
+)
+def test_a_teacher_takes_the_place_of_rewards_or_adds_to_their_advantages(
+    make_orchestrator, algorithm, of_rewards
+):
+    batch, requests = generate(make_orchestrator, algorithm)
     assert len(requests) == len(batch.samples) == 8
-    for sample in batch.samples:
-        wanted = expected(sample, theirs_of(sample), 0.5)
-        assert sample.advantages.tolist() == pytest.approx(wanted, abs=1e-6)
-    assert batch.metrics["reward"] == 1.5
-    kls = [-sum(expected(s, theirs_of(s), 1.0)) / s.num_loss_tokens for s in batch.samples]
-    assert batch.metrics["taught/teacher_kl"] == pytest.approx(np.mean(kls))
-    assert batch.metrics["taught/teacher_s"] > 0
-
-
-def test_a_teacher_beside_rewards_adds_to_their_advantages(make_orchestrator):
-    batch, _ = generate(make_orchestrator, "rl")
-    for rollout, reward in zip(batch.rollouts, [-1.5, -0.5, 0.5, 1.5] * 2, strict=True):
+    for rollout, reward in zip(batch.rollouts, of_rewards, strict=True):
         (sample,) = rollout.samples
         wanted = np.array(expected(sample, theirs_of(sample), 0.5)) + reward * sample.loss_mask
         assert sample.advantages.tolist() == pytest.approx(wanted.tolist(), abs=1e-6)
+    assert batch.metrics["reward"] == 1.5  # whatever is learned
+    kls = [-sum(expected(s, theirs_of(s), 1.0)) / s.num_loss_tokens for s in batch.samples]
+    assert batch.metrics["taught/teacher_kl"] == pytest.approx(np.mean(kls))
+    assert batch.metrics["taught/teacher_s"] > 0
 
 
 def test_groups_of_one_reward_are_learned_from_if_they_have_a_teacher(make_orchestrator):
@@ -323,16 +309,6 @@ def test_the_teacher_of_opsd_reads_the_hint_before_the_rollouts_own_tokens(token
         asyncio.run(run("The answer is {answer}."))
 
 
-def test_a_lost_own_server_is_the_trainers_to_wait_for():
-    for status in (404, 503):
-        with pytest.raises(ServerLostError, match=f"status {status}: later"):
-            ask([5, 3], statuses=(status,), is_own=True)
-    with pytest.raises(
-        InferenceServerError, match="--max-model-len above max_seq_len, and the hint"
-    ):
-        ask([5, 3], statuses=(400,), is_own=True)
-
-
 # --- What is refused at the start -----------------------------------------------------------------
 
 
@@ -392,33 +368,20 @@ def test_a_group_may_wait_for_the_slowest_teacher():
 
 
 @pytest.mark.parametrize(
-    "options",
+    "scorer, options, problem",
     [
-        {"temperature": 0.7},
-        {"top_p": 0.9},
-        {"sampling_mask": True},
+        (TAUGHT(), {"temperature": 0.7}, "temperature 1 without cuts; remove .*temperature"),
+        (TAUGHT(), {"top_p": 0.9}, "temperature 1 without cuts; remove .*top_p"),
+        (TAUGHT(), {"sampling_mask": True}, "temperature 1 without cuts; remove .*sampling_mask"),
+        (Distillation(**OPSD), {}, "`async example"),
+        # Of which one may be behind the others.
+        (Distillation(**OPSD), {"vllm_servers": ["a:1", "b:1"]}, "cannot be its own teacher"),
     ],
 )
-def test_logprobs_that_cannot_be_compared_are_refused(options):
-    run = {"use_cpu": True, "env_workers": 0, "temperature": 1.0}
-    args = RLConfig(**{**run, **options})
-    env = [WeightedEnv(StubRunner(), "env", scorer=Distillation(TEACHER))]
-    name = next(iter(options))
-    with pytest.raises(
-        InvalidEnvironmentError, match=f"temperature 1 without cuts; remove .*{name}"
-    ):
-        make_runner(env, "http://host", None, args)
-
-
-def test_a_policy_with_several_servers_is_not_its_own_teacher():
-    args = RLConfig(use_cpu=True, env_workers=0, temperature=1.0)
-    args.vllm_servers = ["a:1", "b:1"]
-    hinted = Distillation(algorithm="opsd", hint="{answer}")
+def test_a_run_that_a_scorer_cannot_work_with_is_refused(scorer, options, problem):
     runner = StubRunner()
-    runner.example = lambda split, index: None
-    env = [WeightedEnv(runner, "env", scorer=hinted)]
-    with pytest.raises(InvalidEnvironmentError, match="cannot be its own teacher"):
-        make_runner(env, "http://host", None, args)
-    args.vllm_servers, runner.example = None, None
-    with pytest.raises(InvalidEnvironmentError, match="`async example"):
-        make_runner(env, "http://host", None, args)
+    if "vllm_servers" in options:
+        runner.example = lambda split, index: None
+    args = RLConfig(**{"use_cpu": True, "env_workers": 0, "temperature": 1.0, **options})
+    with pytest.raises(InvalidEnvironmentError, match=problem):
+        make_runner([WeightedEnv(runner, "env", scorer=scorer)], "http://host", None, args)

@@ -10,6 +10,7 @@ import resource
 import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -458,41 +459,36 @@ def test_the_least_length_of_an_agents_reply_is_not_above_the_room_that_is_left(
     assert (body["min_tokens"], body["max_tokens"]) == (5, 5)
 
 
-def test_a_template_gets_the_arguments_of_the_run_and_of_the_agent(play, tokenizer):
-    with_prefix = copy.deepcopy(tokenizer)
-    with_prefix.chat_template = "{{- prefix or '' -}}" + tokenizer.chat_template
-    env = load(agent={"sampling": {"chat_template_kwargs": {"prefix": "hello"}}})
-    of_run = {"chat_template_kwargs": {"prefix": "hi"}}
-    for options, prefix in (
-        ({"env": env}, "hello"),
-        (of_run, "hi"),
-        (of_run | {"env": env_from(["q"], lambda completion: 1.0)}, "hi"),
-        (of_run | {"env": env}, "hello"),
-    ):
-        _, ((body, _),) = play(with_tokenizer=with_prefix, **options)
-        assert tokenizer.decode(body["tokens"]).startswith(f"{prefix}<|user|>")
-    # With the prefix, a prompt that had room at the start has none.
-    limits = {"max_seq_len": 16, "max_tokens": 5}
-    (failed,), _ = play(env=env, with_tokenizer=with_prefix, fails=True, **limits)
-    assert "max_seq_len=16" in str(failed.error)
+HI, HELLO = ({"chat_template_kwargs": {"greeting": word}} for word in ("hi", "hello"))
 
 
 @pytest.mark.parametrize(
-    "sampling, beginning",
+    "of_run, of_agent, beginning",
     [
-        ({"reasoning_effort": "none"}, "none False"),
-        ({"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": 0}}, "low 0"),
+        ({}, HELLO, "hello"),
+        (HI, {}, "hi"),
+        (HI, HELLO, "hello"),
+        # As from vLLM.
+        ({}, {"reasoning_effort": "none"}, "none False"),
+        ({}, {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": 0}}, "low 0"),
     ],
 )
-def test_a_template_gets_the_agents_reasoning_effort_as_from_vllm(
-    play, tokenizer, sampling, beginning
+def test_a_template_gets_the_arguments_of_the_run_and_of_the_agent(
+    play, tokenizer, of_run, of_agent, beginning
 ):
-    thinking = copy.deepcopy(tokenizer)
-    thinking.chat_template = "{{- reasoning_effort }} {{ enable_thinking }}" + (
-        tokenizer.chat_template
-    )
-    _, ((body, _),) = play(env=load(agent={"sampling": sampling}), with_tokenizer=thinking)
-    assert tokenizer.decode(body["tokens"]).startswith(f"{beginning}<|user|>")
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = (
+        "{{- greeting }}{{ reasoning_effort }}{{ ' ' ~ enable_thinking if reasoning_effort }}"
+    ) + tokenizer.chat_template
+    play = partial(play, with_tokenizer=tokenizer, **of_run)
+    envs = [load(agent={"sampling": of_agent})]
+    envs += [] if of_agent else [env_from(["q"], lambda completion: 1.0)]
+    for env in envs:
+        _, ((body, _),) = play(env=env)
+        assert tokenizer.decode(body["tokens"]).startswith(f"{beginning}<|user|>")
+    if of_agent == HELLO:  # with which a prompt that had room at the start has none
+        (failed,), _ = play(env=envs[0], fails=True, max_seq_len=16, max_tokens=5)
+        assert "max_seq_len=16" in str(failed.error)
 
 
 def test_a_seed_of_an_agent_does_not_make_the_rollouts_of_a_group_alike(play):

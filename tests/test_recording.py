@@ -241,7 +241,7 @@ def test_a_resumed_run_says_and_records_what_was_changed(make, tmp_path, monkeyp
     digest, commit = before["code"]["git"]
     assert digest == hashlib.sha256(commit.encode()).hexdigest()
     (tmp_path / "notes.txt").write_text("two\napi_key = '0123-the-key'\n")
-    options["learning_rate"] = 0.5  # which stays what it was, as another line says
+    options |= {"learning_rate": 0.5, "adam_beta2": 0.95}  # which do not reach the optimizer
     trainer = make(max_steps=2, temperature=0.5, **options)
     trainer.model.config.name_or_path = "another"
     trainer.train(resume_from_checkpoint=True)
@@ -251,6 +251,10 @@ def test_a_resumed_run_says_and_records_what_was_changed(make, tmp_path, monkeyp
         "model=another; it was ",
     ):
         assert f"from step 1 on, {said}" in caplog.messages
+    said = [text for text in caplog.messages if "a resumed run goes on with its optimizer" in text]
+    assert [text.split(":")[0] for text in said] == ["learning_rate=0.5", "adam_beta2=0.95"]
+    (group, *_) = trainer.optimizer.param_groups
+    assert group["initial_lr"] == 1e-2 and group["betas"][1] == 0.999
     after = read_run(tmp_path / "run")
     assert after["begun_at"] == before["begun_at"]
     changes = {change.pop("name"): change for change in after["changes"]}

@@ -266,6 +266,8 @@ def test_two_ranks_equal_one(make_trainer, tmp_path):
 def test_arguments_that_cannot_work_are_named(make_trainer):
     with pytest.raises(ConfigError, match="there is nothing to evaluate on"):
         make_trainer(eval_strategy="steps", eval_steps=1)
+    with pytest.raises(ConfigError, match="SFTTrainer takes no argument 'formatting_func'"):
+        make_trainer(others={"formatting_func": str})
 
 
 @pytest.mark.parametrize(
@@ -280,8 +282,3 @@ def test_a_token_that_the_model_has_no_embedding_for_is_named(texts, where):
     data = [[{"text": text} for text in own] or None for own in texts]
     with pytest.raises(ConfigError, match=rf"{where}: it has token 261 \('<new>'\).* 261 rows"):
         SFTTrainer(make_tiny_model(), SFTConfig(use_cpu=True), *data, processing_class=tokenizer)
-
-
-def test_an_argument_of_another_trainer_is_refused_by_the_name_of_this_one():
-    with pytest.raises(ConfigError, match="SFTTrainer takes no argument 'formatting_func'"):
-        SFTTrainer("a/model", SFTConfig(use_cpu=True), [], formatting_func=str)
