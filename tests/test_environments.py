@@ -73,6 +73,9 @@ def test_a_runner_of_ones_own_is_run_as_it_is(capsys):
     [
         ([("a", {"only": "eval"})], "no environment is for training"),
         ([("a", {}), ("a", {"only": "eval"})], "two environments are named 'a'"),
+        ([("", {})], "environment '': its name is in those of metrics"),
+        ([("a", {}), ("b/c", {})], "environment 'b/c': its name is in those of metrics"),
+        ([("a\n", {})], r"environment 'a\\n': its name is in those of metrics"),
         ([("e", {"only": "test"})], r"only\s.*'train' or 'eval'.*input_value='test'"),
         ([("e", {"sampling": {"max_tokens": 2}})], r"sampling\s.*Unexpected keyword argument"),
         ([("e", {"eval_examples": 0})], r"eval_examples\s.*equal to 1 .*input_value=0"),

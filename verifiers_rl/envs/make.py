@@ -50,8 +50,8 @@ class Environments:
         scoring_timeout_s: a group may wait so long for a scorer, beside the time of its rollouts.
 
     Raises:
-        InvalidEnvironmentError: two environments of one split have the same name, or none is for
-            training.
+        InvalidEnvironmentError: two environments of one split have the same name, one has a name
+            that metrics cannot have, or none is for training.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
@@ -66,9 +66,14 @@ class Environments:
                     f"two environments are named {twice[0]!r}; give one another name"
                 )
         for part in parts:
+            if not (name := part.given.name) or "/" in name or not name.isprintable():
+                raise InvalidEnvironmentError(
+                    f"environment {name!r}: its name is in those of metrics, so it must be text on "
+                    "one line, without a slash; give it another one"
+                )
             if part.given.eval_examples is not None and len(part.runner.weights) > 1:
                 raise InvalidEnvironmentError(
-                    f"environment {part.given.name!r}: eval_examples is for one environment, and "
+                    f"environment {name!r}: eval_examples is for one environment, and "
                     f"its runner has {len(part.runner.weights)}; leave it out"
                 )
         if not self.parts["train"]:
