@@ -47,6 +47,16 @@ def test_metrics_of_several_environments_are_kept_apart():
     assert alone["a/score"] == 0.5 and "a/reward" not in alone
 
 
+def test_scores_that_metrics_of_evaluations_hide_are_named(caplog):
+    rollouts = scored("a", 1.0, 0.0)
+    for rollout in rollouts:
+        rollout.metrics |= {"reward": 2.0, "error_share": 0.5, "runtime": 3.0}
+    metrics = evaluation_metrics([rollouts])
+    assert (metrics["reward"], metrics["error_share"], metrics["score"]) == (0.5, 0.0, 0.5)
+    (record,) = caplog.records
+    assert "'a': evaluations have own metrics of the names ['error_share', 'run" in record.message
+
+
 def test_a_runner_of_ones_own_is_run_as_it_is(capsys):
     args, own = RLConfig(), StubRunner()
     assert only_runner(make_runner(own, "http://unused", None, args)) is own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 
@@ -10,7 +11,10 @@ import numpy as np
 from verifiers_rl.data import group_by_role
 from verifiers_rl.types import Rollout
 
+logger = logging.getLogger(__name__)
+
 Groups = Sequence[Sequence[Rollout]]
+_BESIDE = ("runtime", "wait_s")  # what is added to the metrics of an evaluation
 
 
 def batch_metrics(groups: Groups) -> dict[str, float]:
@@ -40,8 +44,15 @@ def evaluation_metrics(groups: Groups) -> dict[str, float]:
     for env, own in by_env.items():
         prefix = f"{env}/" if len(by_env) > 1 else ""
         survivors = _survivors(own)
-        scores = _mean_scores(survivors, sum(map(len, own))) | _of_evaluation(own)
-        scores |= _rewards_of_roles(survivors)
+        scores, ours = _mean_scores(survivors, sum(map(len, own))), _of_evaluation(own)
+        if taken := scores.keys() & {*ours, *_BESIDE} - {"reward"}:
+            logger.warning(
+                "environment %r: evaluations have own metrics of the names %s; rename its scores, "
+                "which are not logged",
+                env,
+                sorted(taken),
+            )
+        scores |= ours | _rewards_of_roles(survivors)
         metrics |= {prefix + name: value for name, value in scores.items()}
     return metrics
 
