@@ -100,6 +100,14 @@ TOKENS = pa.schema(
 SCHEMA = pa.schema([*NUMBERS, *TEXTS, *TOKENS])
 
 
+def check_schema(schema: pa.Schema) -> None:
+    """Raise ValueError if a file with this schema is none that a run of this version has written;
+    it may have more columns.
+    """
+    if lacking := [field.name for field in SCHEMA if field not in [*schema]]:
+        raise ValueError(f"it has no column {lacking[0]!r}, or not as this version writes it")
+
+
 class RolloutWriter:
     """Writes the files of a run's rollouts. After `flush`, the disk has what was appended.
 

@@ -173,17 +173,21 @@ class Run:
         return {name: value[1] for name, value in known if _is_source(value)}
 
     def _run(self) -> tuple[dict[str, Any], str]:
-        """Return run.json, which is read again when it has changed, and what is wrong with it."""
+        """Return run.json, which is read again when it has changed, and what is wrong with it; {}
+        if it is absent.
+        """
         try:
-            stamp = stamp_of(self.folder / RUN)
-        except OSError:
-            return _read_run(self.folder)
-        if self._read is None or self._read[0] != stamp:
-            run, problem = _read_run(self.folder)
-            if problem:
-                return run, problem
-            self._read = stamp, run
-        return self._read[1], ""
+            stamp = stamp_of(path := self.folder / RUN)
+            if self._read is None or self._read[0] != stamp:
+                run = json.loads(path.read_bytes())
+                if not isinstance(run, dict):
+                    return {}, f"{RUN} is no JSON object"
+                self._read = stamp, run
+            return self._read[1], ""
+        except FileNotFoundError:
+            return {}, ""
+        except (OSError, ValueError, RecursionError) as error:
+            return {}, f"{RUN} cannot be read: {error}"
 
     def metrics(self, generation: int = -1, start: int = 0) -> dict[str, Any]:
         """Return the lines of metrics.jsonl from `start` on as columns; all lines if `generation`
@@ -273,6 +277,7 @@ class MetricsFile:
     def refresh(self) -> MetricsFile:
         """Read what is new. Returns this object."""
         try:
+            stamp_of(self._path)
             with self._path.open("rb") as file:
                 if self._offset:
                     file.seek(self._offset - len(self._tail))
@@ -327,17 +332,6 @@ def _numbers(values: array[float]) -> list[float | None]:
 
 
 # --- run.json -------------------------------------------------------------------------------------
-
-
-def _read_run(folder: Path) -> tuple[dict[str, Any], str]:
-    """Return run.json, and what is wrong with it. {} if it is absent."""
-    try:
-        run = json.loads((folder / RUN).read_bytes())
-    except FileNotFoundError:
-        return {}, ""
-    except (OSError, ValueError, RecursionError) as error:
-        return {}, f"{RUN} cannot be read: {error}"
-    return (run, "") if isinstance(run, dict) else ({}, f"{RUN} is no JSON object")
 
 
 def _is_source(value: Any) -> bool:
