@@ -193,11 +193,45 @@ def with_another_model(folder):
     (folder / "run.json").write_text(json.dumps(run | {"model": str(folder / "other")}))
 
 
+def cut(name):
+    def change(folder):
+        (folder / name).write_bytes((folder / name).read_bytes()[:100])
+
+    return change
+
+
+def without_a_column(folder):
+    path = folder / "rollouts/step-000002.parquet"
+    pq.write_table(pq.read_table(path).drop(["token_ids"]), path)
+
+
+def a_loss_of_each_token(inputs):
+    return LossOutputs(inputs.advantages * inputs.trainer_logprobs)
+
+
+def a_loss_of_a_teacher(inputs):
+    return LossOutputs((inputs.extras["teacher"] * inputs.trainer_logprobs).sum())
+
+
+def an_advantage_for_one(group):
+    return [1.0]
+
+
+LOSSES = named(a_loss_of_each_token, a_loss_of_a_teacher)
+
+
 @pytest.mark.parametrize(("change", "words", "said"), [
     (None, "--step 9", "--step 9: no rollout in RUN/rollouts was in its loss; its last file"),
     (without_tokens, "--step 2", "lacks the tokens of some groups; a run with log_rollouts=1"),
     (without_a_checkpoint, "--step 2", "--step 2: it starts from RUN/checkpoint-1, and the run's"),
     (with_another_model, "--step 1", "--step 1: logprobs are"),
+    (cut("rollouts/step-000002.parquet"), "--step 2", "RUN/rollouts/step-000002.parquet cannot be"),
+    (without_a_column, "--step 2", "step-000002.parquet cannot be read: it has no column 'token"),
+    (cut("run.json"), "--step 2", "RUN/run.json is missing or damaged; replay another run"),
+    (cut("checkpoint-1/optimizer.pt"), "--step 2", "RUN/checkpoint-1 is damaged, missing or chang"),
+    (None, f"--step 1 --loss {LOSSES[0]}", f"{LOSSES[0]}: ValueError: loss_fn returned a loss of"),
+    (None, f"--step 1 --loss {LOSSES[1]}", f"{LOSSES[1]}: KeyError: 'teacher'; correct it. Of a t"),
+    (None, f"--step 1 --advantage {named(an_advantage_for_one)[0]}", "one: ValueError: advantage_"),
 ])  # fmt: skip
 def test_what_is_missing_is_said_in_one_line(copied, run_main, change, words, said):
     if change is not None:

@@ -35,6 +35,7 @@ from verifiers_rl.cli.config import load_run_config, make_importable
 from verifiers_rl.cli.errors import fail
 from verifiers_rl.cli.resolved import RESOLVED
 from verifiers_rl.config import ConfigError
+from verifiers_rl.data import describe_error
 from verifiers_rl.envs.records import text_of
 from verifiers_rl.losses import (
     LossFn,
@@ -45,7 +46,15 @@ from verifiers_rl.losses import (
     needs_of,
 )
 from verifiers_rl.report.metrics import TokenMeans
-from verifiers_rl.report.run_folder import ROLLOUTS, checkpoints_of, read_run, rollouts_file
+from verifiers_rl.report.rollouts import check_schema
+from verifiers_rl.report.run_folder import (
+    ROLLOUTS,
+    RUN,
+    checkpoints_of,
+    raise_if_damaged,
+    read_run,
+    rollouts_file,
+)
 from verifiers_rl.trainer import RLTrainer
 from verifiers_rl.types import Batch, BatchSource, Rollout, Sample, WeightSink, idle
 
@@ -96,13 +105,17 @@ def read_rows(folder: Path, step: int) -> list[dict[str, Any]]:
     """Return the rows of the groups that a step trained on, without rollouts that failed.
 
     Raises:
-        ConfigError: there are none, or some have no tokens.
+        ConfigError: there are none, some have no tokens, or a file cannot be read.
     """
     files = sorted((folder / ROLLOUTS).glob("step-*.parquet"))
     for path in files:
         if path < rollouts_file(folder, step):
             continue
-        found = pq.read_table(path, filters=[("step", "=", step), ("split", "=", "train")])
+        try:
+            check_schema(pq.read_schema(path))
+            found = pq.read_table(path, filters=[("step", "=", step), ("split", "=", "train")])
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}; replay another run") from error
         rows = [row for row in found.to_pylist() if row["error"] is None]
         groups = {row["group"] for row in rows if row["in_loss"]}
         rows = [row for row in rows if row["group"] in groups]
@@ -181,6 +194,8 @@ def replay(
         TomlError, RunFolderError: the run's configuration or checkpoint cannot be read.
     """
     rows, run, kind = read_rows(folder, step), read_run(folder), RLTrainer
+    if not run.keys() >= {"model", "args"}:
+        raise ConfigError(f"{folder / RUN} is missing or damaged; replay another run")
     model, options = run["model"], {**run["args"], **CHANGED}
     for name in UNKNOWN:
         if options.get(name):
@@ -191,6 +206,8 @@ def replay(
             f"--step {step}: it starts from {checkpoint}, and the run's checkpoints are "
             f"{[path.name for path in found]}; take the step behind one, or step 1"
         )
+    if step > 1:
+        raise_if_damaged(checkpoint)
     if (folder / RESOLVED).is_file():
         config = load_run_config(folder / RESOLVED, checks_model=False)
         make_importable(config.folders)
@@ -201,11 +218,18 @@ def replay(
     for loss, advantage in product(losses or [own], advantages or [""]):
         changed = {} if loss == own else {"loss": loss, "loss_args": {}}
         changed |= {"advantage": advantage} if advantage else {}
+        name = f"{loss} {advantage}".strip()
         with tempfile.TemporaryDirectory(prefix="vf-rl-replay-") as output_dir:
             args = kind.config_class(**{**options, **changed, "output_dir": output_dir})
-            batch = make_batch(rows, step, args.make_advantage() if advantage else None)
             trainer = kind(model, None, args, **parts)
-            outcome = replay_step(trainer, batch, str(checkpoint) if step > 1 else None)
+            try:
+                batch = make_batch(rows, step, args.make_advantage() if advantage else None)
+                outcome = replay_step(trainer, batch, str(checkpoint) if step > 1 else None)
+            except (ValueError, TypeError, KeyError) as error:  # it breaks its contract
+                raise ConfigError(
+                    f"{name}: {describe_error(error)}; correct it. Of a token's extras, rollouts "
+                    "on disk have only those that @needs names"
+                ) from error
         del trainer
         gc.collect()  # it is in cycles, and the next one needs its memory
         if (moved := outcome.metrics[0]["moved"]) > MAX_MOVED:
@@ -213,7 +237,7 @@ def replay(
                 f"--step {step}: logprobs are {moved:.2g} nats away from those that it had; has "
                 f"{model} changed, or did a script give another model than run.json says?"
             )
-        outcomes[f"{loss} {advantage}".strip()] = outcome
+        outcomes[name] = outcome
     columns = [*outcome.tokens[:3], *(one.tokens[4] for one in outcomes.values())]
     path = folder / "replay" / rollouts_file(folder, step).name
     path.parent.mkdir(exist_ok=True)
