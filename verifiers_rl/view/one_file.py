@@ -205,7 +205,7 @@ def _groups_in_order(rollouts: Rollouts) -> Iterator[list[int]]:
     trained = {step: of_step[0, step] for split, step in of_step if split == 0}
     for step in trained:
         trained[step].sort(key=lambda group: not is_any(group, HAS_TOKENS))
-    steps = list(spread(sorted(trained)))
+    steps = spread(sorted(trained))
     seen: set[int] = set()
 
     def fresh(candidates: Iterator[list[int]]) -> Iterator[list[int]]:
@@ -225,24 +225,16 @@ def _groups_in_order(rollouts: Rollouts) -> Iterator[list[int]]:
     yield from fresh(iter(groups))
 
 
-def spread(items: list[Any]) -> Iterator[Any]:
-    """Yield the last item, the first one, the one in the middle, those in the middle of the halves,
+def spread(items: list[Any]) -> list[Any]:
+    """Return the last item, the first one, the one in the middle, those in the middle of the halves,
     and so on: the first n are from all over the list.
     """
-    if not items:
-        return
-    seen = {len(items) - 1, 0}
-    yield items[-1]
-    if len(items) > 1:
-        yield items[0]
-    parts = 2
-    while len(seen) < len(items):
-        for part in range(1, parts, 2):
-            place = (len(items) - 1) * part // parts
-            if place not in seen:
-                seen.add(place)
-                yield items[place]
+    last, parts = len(items) - 1, 1
+    places = dict.fromkeys(range(len(items))[last:])
+    while len(places) < len(items):
+        places |= dict.fromkeys(last * part // parts for part in range(parts))
         parts *= 2
+    return [items[place] for place in places]
 
 
 # --- The file -------------------------------------------------------------------------------------

@@ -33,10 +33,6 @@ class ViewError(ValueError):
     """A page cannot be made of these runs; the message names the folder and the fix."""
 
 
-def holds_run(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in (RUN, METRICS))
-
-
 class Runs:
     """The runs in some folders, which may get more of them.
 
@@ -80,23 +76,14 @@ class Runs:
         return self._runs[name]
 
 
-def _folders_of_runs(folder: Path, depth: int = 0) -> Iterator[Path]:
-    if holds_run(folder):
-        yield folder
-        return
-    if depth == _DEPTH:
-        return
-    try:
-        with os.scandir(folder) as entries:
-            inside = sorted(entry.path for entry in entries if _may_hold_runs(entry))
-    except OSError:  # not readable, or just removed
-        return
-    for path in inside:
-        yield from _folders_of_runs(Path(path), depth + 1)
-
-
-def _may_hold_runs(entry: os.DirEntry[str]) -> bool:
-    return entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".")
+def _folders_of_runs(folder: Path) -> Iterator[Path]:
+    for at, inside, files in os.walk(folder):  # past folders that cannot be read
+        path = Path(at)
+        is_run = not {RUN, METRICS}.isdisjoint(files)
+        if is_run:
+            yield path
+        is_last = is_run or len(path.relative_to(folder).parts) == _DEPTH
+        inside[:] = [] if is_last else sorted(name for name in inside if name[0] != ".")
 
 
 def _free_name(folder: Path, taken: dict[str, Run], others: list[Path]) -> str:
