@@ -84,7 +84,8 @@ def test_what_is_no_file_or_has_another_schema_is_said_and_the_rest_is_shown(tmp
         os.mkfifo(tmp_path / name)  # for which a reader would wait
     (tmp_path / "rollouts/step-000005.parquet").mkdir()
     run = Run("a", tmp_path)
-    of_run, *of_rollouts = run.state()["problems"]
+    of_run, of_metrics, *of_rollouts = run.state()["problems"]
+    assert of_metrics == f"metrics.jsonl cannot be read: {tmp_path}/metrics.jsonl is no file"
     assert of_run == f"run.json cannot be read: {tmp_path}/run.json is no file"
     for number, problem in enumerate(of_rollouts, 3):
         assert problem.startswith(f"step-00000{number}.parquet cannot be read: ")

@@ -17,6 +17,7 @@ import gc
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from io import BytesIO
 from itertools import chain, groupby, pairwise, product
 from operator import itemgetter
 from pathlib import Path
@@ -53,6 +54,7 @@ from verifiers_rl.report.run_folder import (
     checkpoints_of,
     raise_if_damaged,
     read_run,
+    replace_file,
     rollouts_file,
 )
 from verifiers_rl.trainer import RLTrainer
@@ -240,11 +242,9 @@ def replay(
         outcomes[name] = outcome
     columns = [*outcome.tokens[:3], *(one.tokens[4] for one in outcomes.values())]
     path = folder / "replay" / rollouts_file(folder, step).name
-    path.parent.mkdir(exist_ok=True)
-    unfinished = path.with_suffix(".unfinished")
     table = pa.table([*np.stack(columns)], ["rollout", "token", "trainer_logprob", *outcomes])
-    pq.write_table(table, unfinished)
-    unfinished.replace(path)
+    pq.write_table(table, file := BytesIO())
+    replace_file(path, file.getvalue())
     return outcomes
 
 

@@ -123,11 +123,10 @@ class Run:
         (once rollouts were read), `rows` (lines of metrics), `generation` (changes when lines were
         removed), `problems`.
         """
-        problems = []
         run, problem = self._run()
-        problems += [problem] if problem else []
         with self._lock:
             metrics = self._metrics.refresh()
+            problems = [one for one in (problem, metrics.problem) if one]
             if metrics.num_unreadable:
                 problems.append(f"{METRICS}: {metrics.num_unreadable} lines cannot be read")
             steps = metrics.columns.get("step")
@@ -247,6 +246,7 @@ class MetricsFile:
         not_finite: by name, how often the value was NaN or infinite, and the step of the first.
         num_rows: lines.
         num_unreadable: lines that are not JSON objects with a step.
+        problem: why the file cannot be read, or "".
         generation: changes when the file was replaced.
     """
 
@@ -263,6 +263,7 @@ class MetricsFile:
 
     def refresh(self) -> MetricsFile:
         """Read what is new. Returns this object."""
+        self.problem = ""
         try:
             stamp_of(self._path)
             with self._path.open("rb") as file:
@@ -272,7 +273,9 @@ class MetricsFile:
                         self._begin_again()
                 file.seek(self._offset)
                 new = file.read()
-        except OSError:
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError):
+                self.problem = f"{METRICS} cannot be read: {error}"
             if self._offset:
                 self._begin_again()
             return self

@@ -216,15 +216,9 @@ def listen(port: int) -> socket.socket:
         OSError: the port is in use.
         OverflowError: there is no such port.
     """
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((HOST, port))
-        listener.listen(128)
-    except (OSError, OverflowError):
-        listener.close()
-        raise
-    return listener
+    if not 0 <= port < 2**16:
+        raise OverflowError("it must be 0 to 65535")
+    return socket.create_server((HOST, port))
 
 
 def new_token() -> str:
