@@ -203,12 +203,12 @@ def replay(
         if options.get(name):
             raise ConfigError(f"{name}={options[name]!r}: no step of such a run can be replayed")
     checkpoint, found = folder / f"checkpoint-{step - 1}", checkpoints_of(folder)
-    if step > 1 and checkpoint not in found:
-        raise ConfigError(
-            f"--step {step}: it starts from {checkpoint}, and the run's checkpoints are "
-            f"{[path.name for path in found]}; take the step behind one, or step 1"
-        )
     if step > 1:
+        if checkpoint not in found:
+            raise ConfigError(
+                f"--step {step}: it starts from {checkpoint}, and the run's checkpoints are "
+                f"{[path.name for path in found]}; take the step behind one, or step 1"
+            )
         raise_if_damaged(checkpoint)
     if (folder / RESOLVED).is_file():
         config = load_run_config(folder / RESOLVED, checks_model=False)
