@@ -50,8 +50,7 @@ USAGE = (
 # The key of our own server, for this process; "none" at an endpoint for which nobody names a key.
 KEY_VARIABLE = "VERIFIERS_RL_GENERATION_KEY"
 # A model or a judge that answers so may answer soon: its rollout is tried again, for 15 s in all.
-BUSY: list[Any] = [429, "5xx"]
-NUM_RETRIES = 5
+WHEN_BUSY = {"status_code": [429, "5xx"], "max_retries": 5}
 NUM_TRIED = 10  # if the first ones to end all fail, the others are not tried
 
 
@@ -196,8 +195,6 @@ def make_players(
         InvalidEnvironmentError: one of them cannot be played.
         GenerationError: there is none.
     """
-    from verifiers.v1.configs.retries import RetryRule
-
     from verifiers_rl.envs.played import PlayedEnvironment
 
     made = []
@@ -214,9 +211,12 @@ def make_players(
             num_eval_tasks=args.eval_examples,
         )
         sampling = sampling_of(args.with_sampling(one.sampling_args), endpoint.is_vllm)
-        one = PlayedEnvironment(one.env, options, endpoint.model, endpoint.key_variable, sampling)
-        one.env.config.retries.rules.append(RetryRule(status_code=BUSY, max_retries=NUM_RETRIES))
-        made.append(one)
+        player = PlayedEnvironment(
+            one.env, options, endpoint.model, endpoint.key_variable, sampling
+        )
+        own = player.env.config.retries  # which come first
+        player.env.config.retries = type(own)(**dict(own) | {"rules": [*own.rules, WHEN_BUSY]})
+        made.append(player)
     if not made:
         raise GenerationError(f"--split {split}: no environment is for it")
     return made
