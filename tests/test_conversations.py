@@ -305,6 +305,10 @@ def test_files_and_splits_are_read_as_they_are_or_named(tmp_path):
         (tmp_path / name).write_text('{"text": "a"}\n{')
         with pytest.raises(DatasetError, match=problem):
             read_dataset([name])
+    latin = '{"text": "a"}\n\n{"text": "\xe9"}'.encode("latin-1")
+    (tmp_path / "a.jsonl").write_bytes(latin)
+    with pytest.raises(DatasetError, match=r"a.jsonl', .* line 3: no JSON: 'utf-8' codec"):
+        read_dataset(names[:1])
 
 
 def test_keys_that_only_other_rows_of_a_table_have_are_not_rendered():

@@ -99,6 +99,31 @@ def test_an_endpoint_that_refuses_all_requests_is_named_and_fails(rl_toml, capsy
     assert keys and "secret" not in " ".join(keys)  # it is OpenAI's alone
 
 
+def test_an_endpoint_that_is_busy_is_asked_again(rl_toml, capsys, monkeypatch):
+    monkeypatch.setattr("verifiers.v1.utils.retries.backoff", lambda attempt: 0.01)
+    statuses = iter([429, 500, 502, 503])
+
+    async def reply(request):
+        if status := next(statuses, None):
+            return web.json_response({"error": {"message": "busy"}}, status=status)
+        return completed("no")
+
+    with in_thread(serving(reply)) as url:
+        words = ["--endpoint", f"{url}/v1", "m", "-o", "new.jsonl"]
+        assert module.main(["@", str(rl_toml), *words]) == 0
+    assert "3 of 3 rollouts written" in capsys.readouterr().out
+
+
+def test_without_a_row_all_reasons_are_named(rl_toml, capsys):
+    async def reply(request):
+        return completed("no", "length")
+
+    with in_thread(serving(reply)) as url, pytest.raises(SystemExit):
+        module.main(["@", str(rl_toml), "--endpoint", f"{url}/v1", "m", "-o", "new.jsonl"])
+    error = capsys.readouterr().err
+    assert "error: nothing is written: each rollout failed, was cut" in error
+
+
 @pytest.mark.parametrize(
     "words, problem",
     [

@@ -38,6 +38,15 @@ def test_a_run_is_compared_and_only_a_missed_target_is_no_failure(tmp_path, run_
         added.write('{"step": 41, "eval_reward": null}\n')
     status, lines = report(("last", last, last))
     assert status == 1 and "| eval_reward | 41 | nan |" in lines[-1]
+    # Nor does what another program has written there, which is no number.
+    for value in ('"0.5"', "[0.5]", "{}"):
+        with (run / "metrics.jsonl").open("a") as added:
+            added.write(f'{{"step": 42, "eval_reward": {value}}}\n')
+        status, lines = report(("last", 0, 1))
+        assert status == 1 and "| eval_reward | 42 | nan |" in lines[-1]
+    for value in (None, "0.5", [1], float("nan")):
+        status, lines = report(("last", value, 1))
+        assert status == 1 and f"{file}: (0, 'low'): must be a " in lines[-1]
 
 
 def test_each_recipe_says_what_to_expect_and_plays_all_tasks_that_are_kept_for_it():

@@ -111,6 +111,9 @@ def test_a_checkpoint_that_is_none_is_refused(tmp_path):
         prepare(folder, resume=True)
     with pytest.raises(RunFolderError, match=r"t-20': no checkpoint is.*run' is none"):
         prepare(folder, resume=str(folder / "checkpoint-20"))
+    for name in ("x" * 300, "a\0b", "~nobody-of-this-name/a"):  # no file can have one of these
+        with pytest.raises(RunFolderError, match=r"cannot resume from .*: no checkpoint is"):
+            prepare(folder, resume=name)
     five = save(folder, 5)
     for other in (folder / "checkpoint-7", folder):  # the run's own folder is none either
         with pytest.raises(RunFolderError, match=rf"{other}': no .*; the newest .* is {five}"):

@@ -63,9 +63,13 @@ def test_a_tool_that_fails_answers_the_model(play):
     assert no_tool == "error: there is no tool 'own_halve'"
 
 
-def test_a_tool_that_never_answers_or_ends_its_process_costs_the_rollout(play):
+def test_a_tool_that_never_answers_ends_its_process_or_draws_costs_the_rollout(play):
     env = load("many_tools", harness=v1.NULL | {"tool_timeout": 0.2})
-    for name, said in (("own_hang", "did not answer within 0.2 s"), ("own_leave", "exit(3)")):
+    for name, said in (
+        ("own_hang", "did not answer within 0.2 s"),
+        ("own_leave", "exit(3)"),
+        ("own_draw", "the tool 'own_draw' returned image, and only text is trained"),
+    ):
         (rollout,), _ = play(calls((name, "{}")), env, fails=True)
         assert said in str(rollout.error)
 

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from urllib.parse import parse_qsl
 
 import httpx
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.fake_run import write_fake_run
@@ -73,6 +75,25 @@ def test_new_lines_of_metrics_are_read_once_and_a_replaced_file_from_its_begin(t
     metrics.refresh()
     assert metrics.generation == 1 and list(metrics.columns["step"]) == [*range(1, 9)]
     assert metrics.not_finite == {} and metrics.num_unreadable == 0
+
+
+def test_what_is_no_file_or_has_another_schema_is_said_and_the_rest_is_shown(tmp_path):
+    write_rows(tmp_path, make_row(1), make_row(2))
+    pq.write_table(pa.table({"step": [3]}), tmp_path / "rollouts/step-000003.parquet")
+    for name in ("metrics.jsonl", "run.json", "rollouts/step-000004.parquet"):
+        os.mkfifo(tmp_path / name)  # for which a reader would wait
+    (tmp_path / "rollouts/step-000005.parquet").mkdir()
+    run = Run("a", tmp_path)
+    of_run, of_metrics, *of_rollouts = run.state()["problems"]
+    assert of_metrics == f"metrics.jsonl cannot be read: {tmp_path}/metrics.jsonl is no file"
+    assert of_run == f"run.json cannot be read: {tmp_path}/run.json is no file"
+    for number, problem in enumerate(of_rollouts, 3):
+        assert problem.startswith(f"step-00000{number}.parquet cannot be read: ")
+    assert (
+        "it has no column 'step', or not as this version" in of_rollouts[0]
+        and len(of_rollouts) == 3
+    )
+    assert run.metrics()["columns"] == {} and run.ask(len) == 2
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import asyncio
 import sys
 
 import verifiers.v1 as vf
+from mcp.server.mcpserver import Image
 from pydantic import Field
 from small_tasks import SmallConfig, SmallTask, SmallTaskset
 
@@ -69,6 +70,11 @@ class Own(vf.Toolset[vf.ToolsetConfig, ManyState]):
     async def fail(self, what: str, times: int = 2) -> str:
         """Raises an error."""
         raise KeyError(what * times)
+
+    @vf.tool
+    async def draw(self):
+        """Returns a text and a picture."""
+        return ["seen", Image(data=b"pixels", format="png")]
 
 
 class Pad(vf.Toolset[vf.SharedToolsetConfig, ManyState]):

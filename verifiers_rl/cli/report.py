@@ -11,11 +11,11 @@ from typing import Literal
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from verifiers_rl.option_rules import problem_of
+from verifiers_rl.option_rules import STRICT, problem_of
 from verifiers_rl.report.run_folder import RunFolderError, read_metrics, summary
 
 
-class Expected(BaseModel, extra="forbid"):
+class Expected(BaseModel):
     """A value that a run should have; an expected.json is a list of them.
 
     Attributes:
@@ -26,6 +26,8 @@ class Expected(BaseModel, extra="forbid"):
         note: the model and the hardware; of a target, its address.
         is_target: it is another project's figure. A run that misses it does not fail.
     """
+
+    model_config = STRICT
 
     metric: str
     step: int | Literal["last"]
@@ -65,7 +67,8 @@ def main(argv: list[str]) -> int:
         for row in rows:
             if one.step in ("last", row["step"]) and one.metric in row:
                 step, value = row["step"], row[one.metric]
-        value = math.nan if value is None else value  # None: it was not finite
+        # None: it was not finite.
+        value = value if isinstance(value, int | float) else math.nan
         is_missed = not (one.is_target or one.low <= value <= one.high)
         num_missed += is_missed
         print(

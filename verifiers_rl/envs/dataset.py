@@ -128,7 +128,10 @@ class ExampleTaskset(vf.Taskset[ExampleTask, vf.TasksetConfig]):
                     f"{error.errors()[0]['msg']}"
                 ) from error
             if not data.prompt:
-                raise InvalidEnvironmentError(f"{what}, row {number}: the prompt is empty")
+                raise InvalidEnvironmentError(
+                    f"{what}, row {number}: prompt={prompt!r} is empty; give one, or leave the row "
+                    "out"
+                )
             messages = [] if isinstance(data.prompt, str) else data.prompt
             if system_prompt is not None and any(m.role == "system" for m in messages):
                 raise InvalidEnvironmentError(

@@ -250,4 +250,9 @@ class Tools:
             raise HarnessError(
                 f"the tool {name!r} did not answer within {self._timeout_s:g} s (tool_timeout)"
             ) from error
+        if media := {block.type for block in content if hasattr(block, "data")}:
+            raise HarnessError(
+                f"the tool {name!r} returned {', '.join(media)}, and only text is trained; let it "
+                "return text"
+            )
         return "\n".join(block.text if block.type == "text" else str(block) for block in content)

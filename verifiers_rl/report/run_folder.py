@@ -170,9 +170,9 @@ def _checkpoint_to_resume(folder: Path, resume: bool | str) -> Path:
                 "(overwrite_output_dir=True)"
             )
         return newest
-    checkpoint = Path(resume).expanduser()
+    checkpoint = Path(os.path.expanduser(resume))
     for path in (checkpoint, folder / checkpoint):
-        if (path / STATE).is_file():
+        if os.path.isfile(path / STATE):  # also where no file can have this name
             return path
     raise RunFolderError(
         f"cannot resume from {str(checkpoint)!r}: no checkpoint is there; the newest one in "

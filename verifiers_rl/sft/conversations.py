@@ -100,7 +100,7 @@ def _read_file(name: str, split: str) -> list[Any]:
 
         rows = pyarrow.parquet.read_table(path).to_pylist()
     elif path.suffix == ".jsonl":
-        lines = enumerate(path.read_text("utf-8-sig").split("\n"), 1)
+        lines = enumerate(path.read_bytes().split(b"\n"), 1)
         rows = [_from_json(line, f"line {number}") for number, line in lines if line.strip()]
     else:
         raise ValueError("it is neither .jsonl nor .parquet")
@@ -108,7 +108,7 @@ def _read_file(name: str, split: str) -> list[Any]:
     return [row for part in parts for row in rows[part.from_ : part.to]]
 
 
-def _from_json(text: str, where: str) -> Any:
+def _from_json(text: str | bytes, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

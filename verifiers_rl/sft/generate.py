@@ -49,6 +49,8 @@ USAGE = (
 )
 # The key of our own server, for this process; "none" at an endpoint for which nobody names a key.
 KEY_VARIABLE = "VERIFIERS_RL_GENERATION_KEY"
+# A model or a judge that answers so may answer soon: its rollout is tried again, for 15 s in all.
+WHEN_BUSY = {"status_code": [429, "5xx"], "max_retries": 5}
 NUM_TRIED = 10  # if the first ones to end all fail, the others are not tried
 
 
@@ -209,9 +211,12 @@ def make_players(
             num_eval_tasks=args.eval_examples,
         )
         sampling = sampling_of(args.with_sampling(one.sampling_args), endpoint.is_vllm)
-        made.append(
-            PlayedEnvironment(one.env, options, endpoint.model, endpoint.key_variable, sampling)
+        player = PlayedEnvironment(
+            one.env, options, endpoint.model, endpoint.key_variable, sampling
         )
+        own = player.env.config.retries  # which come first
+        player.env.config.retries = type(own)(**dict(own) | {"rules": [*own.rules, WHEN_BUSY]})
+        made.append(player)
     if not made:
         raise GenerationError(f"--split {split}: no environment is for it")
     return made
@@ -250,8 +255,8 @@ async def _write(options: argparse.Namespace, players: Sequence[PlayedEnvironmen
         num_kept += await write_rows(player, options, write)
     if not num_kept:
         raise GenerationError(
-            f"--min-reward {options.min_reward:g}: no rollout reached it and ended by itself, so "
-            "nothing is written"
+            f"nothing is written: each rollout failed, was cut (max_tokens, max_seq_len), or is "
+            f"below --min-reward {options.min_reward:g}; the lines above have their numbers"
         )
     print(f"vf-rl generate: {options.output}: {num_kept} rows; train on them by vf-sft")
 

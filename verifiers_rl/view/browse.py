@@ -73,8 +73,8 @@ class Filter:
         order: one of `ORDERS`.
     """
 
-    from_step: int | None = None
-    to_step: int | None = None
+    from_step: int = -_LARGEST
+    to_step: int = _LARGEST
     min_reward: float | None = None
     max_reward: float | None = None
     split: str = ""
@@ -109,11 +109,7 @@ class Filter:
 def select(rollouts: Rollouts, wanted: Filter) -> np.ndarray:
     """Return the numbers of the rollouts of a filter, in its order, whatever their text."""
     index = rollouts.index
-    chosen = np.ones(len(index), bool)
-    if wanted.from_step is not None:
-        chosen &= index["step"] >= wanted.from_step
-    if wanted.to_step is not None:
-        chosen &= index["step"] <= wanted.to_step
+    chosen = (index["step"] >= wanted.from_step) & (index["step"] <= wanted.to_step)
     with np.errstate(over="ignore"):  # in the index's precision: there, 0.1 is not below 0.1
         if wanted.min_reward is not None:
             chosen &= index["reward"] >= np.float32(wanted.min_reward)
@@ -235,11 +231,8 @@ def rewards_over_steps(rollouts: Rollouts, num_columns: int = 120) -> dict[str, 
     first, last, low, high = int(steps.min()), int(steps.max()), rewards.min(), rewards.max()
     width = -(-(last - first + 1) // num_columns)  # steps of a column
     columns = (steps - first) // width
-    bins = np.zeros(len(rewards), int)
-    if high > low:
-        bins = np.minimum((rewards - low) / (high - low) * _BINS, _BINS - 1).astype(int)
-    counts = np.zeros((columns.max() + 1, _BINS if high > low else 1), int)
-    np.add.at(counts, (columns, bins), 1)
+    num_bins = [columns.max() + 1, _BINS if high > low else 1]
+    counts = np.histogram2d(columns, rewards, num_bins)[0].astype(int)
     return {
         "first": first,
         "last": last,

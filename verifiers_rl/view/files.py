@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from verifiers_rl.report.rollouts import NUMBERS, TEXTS
+from verifiers_rl.report.rollouts import NUMBERS, SCHEMA, TEXTS
 from verifiers_rl.report.run_folder import rollouts_file
 
 INDEX = np.dtype(
@@ -55,8 +56,12 @@ Stamp = tuple[int, int, int]
 
 
 def stamp_of(path: Path | int) -> Stamp:
-    """Return what tells a file from one that replaces it."""
+    """Return what tells a file from one that replaces it. Raises OSError if it is none, such as a
+    pipe, for which a reader would wait.
+    """
     stat = os.stat(path)
+    if not S_ISREG(stat.st_mode):
+        raise OSError(f"{path} is no file")
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
@@ -85,7 +90,13 @@ class RolloutFile:
         with self.path.open("rb") as file:
             if stamp_of(file.fileno()) != self.stamp:
                 raise FileNotFoundError(f"{self.path}: it was replaced")
-            return what(pq.ParquetFile(file))
+            parquet = pq.ParquetFile(file)
+            found = [*parquet.schema_arrow]
+            if lacking := [field.name for field in SCHEMA if field not in found]:
+                raise ValueError(
+                    f"it has no column {lacking[0]!r}, or not as this version writes it"
+                )
+            return what(parquet)
 
     def index(self, envs: dict[str, int]) -> np.ndarray:
         """Return the numbers of its rollouts, (R,) `INDEX`.

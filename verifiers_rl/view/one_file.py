@@ -15,7 +15,7 @@ import math
 import re
 import time
 import zlib
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Set
 from pathlib import Path
 from typing import Any
 
@@ -183,8 +183,8 @@ def choose_rollouts(rollouts: Rollouts, room: float) -> tuple[list[Any], dict[in
     return [rows[number] for number in sorted(rows)], tokens
 
 
-def _groups_in_order(rollouts: Rollouts) -> Iterator[list[int]]:
-    """Yield the rollouts of each group, the most telling groups first: one of each step, with
+def _groups_in_order(rollouts: Rollouts) -> Iterable[list[int]]:
+    """Return the rollouts of each group, the most telling groups first: one of each step, with
     tokens if one has them, steps from all over the run before those between them; groups with
     failed rollouts; groups of the last and the first evaluation; then the other groups.
     """
@@ -205,44 +205,28 @@ def _groups_in_order(rollouts: Rollouts) -> Iterator[list[int]]:
     trained = {step: of_step[0, step] for split, step in of_step if split == 0}
     for step in trained:
         trained[step].sort(key=lambda group: not is_any(group, HAS_TOKENS))
-    steps = list(spread(sorted(trained)))
-    seen: set[int] = set()
-
-    def fresh(candidates: Iterator[list[int]]) -> Iterator[list[int]]:
-        for group in candidates:
-            if group[0] not in seen:
-                seen.add(group[0])
-                yield group
-
+    steps = spread(sorted(trained))
     failed = [group for group in groups if is_any(group, HAS_ERROR)]
     evaluations = sorted(step for split, step in of_step if split == 1)
-    yield from fresh(trained[step][0] for step in steps)
-    yield from fresh(group for group, _ in zip(spread(failed), range(_FAILED), strict=False))
-    for step in dict.fromkeys([*evaluations[-1:], *evaluations[:1]]):
-        yield from fresh(iter(of_step[1, step][:_EVALUATED]))
+    telling = [trained[step][0] for step in steps]
+    telling += spread(failed)[:_FAILED]
+    for step in (*evaluations[-1:], *evaluations[:1]):
+        telling += of_step[1, step][:_EVALUATED]
     for place in range(1, max(map(len, trained.values()), default=0)):
-        yield from fresh(trained[step][place] for step in steps if place < len(trained[step]))
-    yield from fresh(iter(groups))
+        telling += (trained[step][place] for step in steps if place < len(trained[step]))
+    return {group[0]: group for group in [*telling, *groups]}.values()
 
 
-def spread(items: list[Any]) -> Iterator[Any]:
-    """Yield the last item, the first one, the one in the middle, those in the middle of the halves,
-    and so on: the first n are from all over the list.
+def spread(items: list[Any]) -> list[Any]:
+    """Return the last item, the first one, the one in the middle, those in the middle of the
+    halves, and so on: the first n are from all over the list.
     """
-    if not items:
-        return
-    seen = {len(items) - 1, 0}
-    yield items[-1]
-    if len(items) > 1:
-        yield items[0]
-    parts = 2
-    while len(seen) < len(items):
-        for part in range(1, parts, 2):
-            place = (len(items) - 1) * part // parts
-            if place not in seen:
-                seen.add(place)
-                yield items[place]
+    last, parts = len(items) - 1, 1
+    places = dict.fromkeys(range(len(items))[last:])
+    while len(places) < len(items):
+        places |= dict.fromkeys(last * part // parts for part in range(parts))
         parts *= 2
+    return [items[place] for place in places]
 
 
 # --- The file -------------------------------------------------------------------------------------

@@ -33,10 +33,6 @@ class ViewError(ValueError):
     """A page cannot be made of these runs; the message names the folder and the fix."""
 
 
-def holds_run(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in (RUN, METRICS))
-
-
 class Runs:
     """The runs in some folders, which may get more of them.
 
@@ -80,23 +76,14 @@ class Runs:
         return self._runs[name]
 
 
-def _folders_of_runs(folder: Path, depth: int = 0) -> Iterator[Path]:
-    if holds_run(folder):
-        yield folder
-        return
-    if depth == _DEPTH:
-        return
-    try:
-        with os.scandir(folder) as entries:
-            inside = sorted(entry.path for entry in entries if _may_hold_runs(entry))
-    except OSError:  # not readable, or just removed
-        return
-    for path in inside:
-        yield from _folders_of_runs(Path(path), depth + 1)
-
-
-def _may_hold_runs(entry: os.DirEntry[str]) -> bool:
-    return entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".")
+def _folders_of_runs(folder: Path) -> Iterator[Path]:
+    for at, inside, files in os.walk(folder):  # past folders that cannot be read
+        path = Path(at)
+        is_run = not {RUN, METRICS}.isdisjoint(files)
+        if is_run:
+            yield path
+        is_last = is_run or len(path.relative_to(folder).parts) == _DEPTH
+        inside[:] = [] if is_last else sorted(name for name in inside if name[0] != ".")
 
 
 def _free_name(folder: Path, taken: dict[str, Run], others: list[Path]) -> str:
@@ -136,11 +123,10 @@ class Run:
         (once rollouts were read), `rows` (lines of metrics), `generation` (changes when lines were
         removed), `problems`.
         """
-        problems = []
         run, problem = self._run()
-        problems += [problem] if problem else []
         with self._lock:
             metrics = self._metrics.refresh()
+            problems = [one for one in (problem, metrics.problem) if one]
             if metrics.num_unreadable:
                 problems.append(f"{METRICS}: {metrics.num_unreadable} lines cannot be read")
             steps = metrics.columns.get("step")
@@ -173,17 +159,21 @@ class Run:
         return {name: value[1] for name, value in known if _is_source(value)}
 
     def _run(self) -> tuple[dict[str, Any], str]:
-        """Return run.json, which is read again when it has changed, and what is wrong with it."""
+        """Return run.json, which is read again when it has changed, and what is wrong with it; {}
+        if it is absent.
+        """
         try:
-            stamp = stamp_of(self.folder / RUN)
-        except OSError:
-            return _read_run(self.folder)
-        if self._read is None or self._read[0] != stamp:
-            run, problem = _read_run(self.folder)
-            if problem:
-                return run, problem
-            self._read = stamp, run
-        return self._read[1], ""
+            stamp = stamp_of(path := self.folder / RUN)
+            if self._read is None or self._read[0] != stamp:
+                run = json.loads(path.read_bytes())
+                if not isinstance(run, dict):
+                    return {}, f"{RUN} is no JSON object"
+                self._read = stamp, run
+            return self._read[1], ""
+        except FileNotFoundError:
+            return {}, ""
+        except (OSError, ValueError, RecursionError) as error:
+            return {}, f"{RUN} cannot be read: {error}"
 
     def metrics(self, generation: int = -1, start: int = 0) -> dict[str, Any]:
         """Return the lines of metrics.jsonl from `start` on as columns; all lines if `generation`
@@ -256,6 +246,7 @@ class MetricsFile:
         not_finite: by name, how often the value was NaN or infinite, and the step of the first.
         num_rows: lines.
         num_unreadable: lines that are not JSON objects with a step.
+        problem: why the file cannot be read, or "".
         generation: changes when the file was replaced.
     """
 
@@ -272,7 +263,9 @@ class MetricsFile:
 
     def refresh(self) -> MetricsFile:
         """Read what is new. Returns this object."""
+        self.problem = ""
         try:
+            stamp_of(self._path)
             with self._path.open("rb") as file:
                 if self._offset:
                     file.seek(self._offset - len(self._tail))
@@ -280,7 +273,9 @@ class MetricsFile:
                         self._begin_again()
                 file.seek(self._offset)
                 new = file.read()
-        except OSError:
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError):
+                self.problem = f"{METRICS} cannot be read: {error}"
             if self._offset:
                 self._begin_again()
             return self
@@ -327,17 +322,6 @@ def _numbers(values: array[float]) -> list[float | None]:
 
 
 # --- run.json -------------------------------------------------------------------------------------
-
-
-def _read_run(folder: Path) -> tuple[dict[str, Any], str]:
-    """Return run.json, and what is wrong with it. {} if it is absent."""
-    try:
-        run = json.loads((folder / RUN).read_bytes())
-    except FileNotFoundError:
-        return {}, ""
-    except (OSError, ValueError, RecursionError) as error:
-        return {}, f"{RUN} cannot be read: {error}"
-    return (run, "") if isinstance(run, dict) else ({}, f"{RUN} is no JSON object")
 
 
 def _is_source(value: Any) -> bool:

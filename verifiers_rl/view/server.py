@@ -31,7 +31,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from verifiers_rl.json_text import as_json
@@ -49,12 +49,6 @@ from verifiers_rl.view.runs import Run, Runs
 HOST = "127.0.0.1"
 NAMES = [HOST, "localhost"]  # under which browsers reach it, also through a tunnel
 STATIC = Path(__file__).parent / "static"
-_KINDS = {
-    ".html": "text/html",
-    ".css": "text/css",
-    ".js": "text/javascript",
-    ".svg": "image/svg+xml",
-}
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -121,9 +115,7 @@ def make_app(runs: Runs, token: str) -> Starlette:
 
     def send_file(request: Request) -> Response:
         path = files.get(request.path_params.get("name", "index.html"))
-        if path is None or path.suffix not in _KINDS:
-            return _json({"error": "no such file"}, 404)
-        return Response(path.read_bytes(), media_type=_KINDS[path.suffix])
+        return FileResponse(path) if path else _json({"error": "no such file"}, 404)
 
     def all_runs(request: Request) -> Response:
         found = [run.state() for run in runs.find()]
@@ -224,15 +216,9 @@ def listen(port: int) -> socket.socket:
         OSError: the port is in use.
         OverflowError: there is no such port.
     """
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((HOST, port))
-        listener.listen(128)
-    except (OSError, OverflowError):
-        listener.close()
-        raise
-    return listener
+    if not 0 <= port < 2**16:
+        raise OverflowError("it must be 0 to 65535")
+    return socket.create_server((HOST, port))
 
 
 def new_token() -> str:
