@@ -145,7 +145,6 @@ def test_requests_to_our_server_have_all_sampling_options():
     """An option that is left out would have the value in the model's generation_config.json."""
     neutral = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
     neutral |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-    neutral |= {"include_stop_str_in_output": False, "chat_template_kwargs": {}}
     given = {"top_p": 0.9, "stop": ["."], "include_stop_str_in_output": True, "max_tokens": 9}
     args = RLConfig(use_cpu=True, sampling_mask=True, router_replay=True, **given)
     assert sampling_of(args, True) == neutral | given

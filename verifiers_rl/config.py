@@ -67,6 +67,8 @@ SAMPLING_OF_ONE_ENV = (
 )
 
 
+UNTRAINED = {"sampling_mask": False, "router_replay": False}  # where nothing is trained on replies
+
 _T = TypeVar("_T")
 
 
@@ -832,11 +834,11 @@ class RLConfig(TrainingArguments):
             ConfigError: an option is out of range, or cannot differ between environments.
         """
         self._check_sampling("sampling", options := dict(options))
-        copied = self._changed(options)
+        copied = self.changed(options)
         copied._check_together()
         return copied
 
-    def _changed(self, options: dict[str, Any]) -> RLConfig:
+    def changed(self, options: dict[str, Any]) -> RLConfig:
         """Return a copy with these options, unchecked."""
         copied = copy.copy(self)
         vars(copied).update(options)
@@ -862,8 +864,7 @@ class RLConfig(TrainingArguments):
 
     def eval_sampling_args(self) -> dict[str, Any]:
         """Do as `sampling_args`, for evaluations."""
-        of_training = {"sampling_mask": False, "router_replay": False}  # nothing is trained on it
-        return self._changed({**self.eval_sampling, **of_training}).sampling_args()
+        return self.changed({**self.eval_sampling, **UNTRAINED}).sampling_args()
 
     def sampling_changes_probabilities(self) -> list[str]:
         """Return the options that make the server sample from another distribution than the

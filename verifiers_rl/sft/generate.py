@@ -30,7 +30,7 @@ from verifiers_rl.cli.config import (
 from verifiers_rl.cli.errors import fail, files_error
 from verifiers_rl.cli.plan import check_trainer_options, plan_servers, split_gpus, started_servers
 from verifiers_rl.cli.supervise import LOGS, ThisMachine, supervise
-from verifiers_rl.config import SAMPLING_OF_ONE_ENV, RLConfig, default_options
+from verifiers_rl.config import UNTRAINED, RLConfig, default_options
 from verifiers_rl.data import ENDLESS, describe_error
 from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
 from verifiers_rl.inference.client import InferenceClient, InferenceServerError, generation_key
@@ -231,15 +231,11 @@ def sampling_of(args: Any, is_vllm: bool) -> dict[str, Any]:
             generation_config.json says: all of them, as a rollout of a run has them. Otherwise
             those that are set, because not every endpoint knows all.
     """
-    options = {
-        name: value
-        for name in ("temperature", *SAMPLING_OF_ONE_ENV)
-        if (value := getattr(args, name)) is not None
-    }
+    sent = args.changed(UNTRAINED).sampling_args()
     if is_vllm:
-        return {"top_k": -1, **options}
-    neutral = default_options(RLConfig) | {"temperature": None}
-    return {name: value for name, value in options.items() if value != neutral[name]}
+        return sent
+    neutral = args.changed(default_options(RLConfig) | {"temperature": None}).sampling_args()
+    return {name: value for name, value in sent.items() if value != neutral.get(name)}
 
 
 async def _write(options: argparse.Namespace, players: Sequence[PlayedEnvironment]) -> None:
