@@ -81,9 +81,6 @@ __all__ = ["Given"]
 
 
 class GivenTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
-    async def setup(self, trace, runtime):
-        SETUP
-
     @vf.reward
     async def given(self, trace: vf.Trace) -> float:
         return 1.0
@@ -96,11 +93,11 @@ class Given(vf.Taskset[GivenTask, vf.TasksetConfig]):
 """
 
 
-def write_environment(folder, name, questions, setup="pass"):
-    """Write a module with an environment of one turn for these questions, whose rollouts begin with
-    the statement `setup`. Return the lines of a TOML that name it.
+def write_environment(folder, name, questions):
+    """Write a module with an environment of one turn for these questions. Return the lines of a
+    TOML that name it.
     """
-    text = ENVIRONMENT.replace("SETUP", setup).replace("QUESTIONS", repr([*questions]))
+    text = ENVIRONMENT.replace("QUESTIONS", repr([*questions]))
     (folder / f"{name}.py").write_text(text)
     return f'[env.taskset]\nid = "{name}"\n[env.agent.harness]\nid = "null"\n'
 

@@ -6,10 +6,8 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -17,7 +15,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from tests.conftest import free_port, running_server, wait_until
+from tests.conftest import running_server, wait_until
 from tests.families import write_family
 from tests.helpers import (
     ROOT,
@@ -84,16 +82,6 @@ def lora_server(models, tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "server.log"
     with running_server(models[True], log, *FLAGS, *LORA) as server:
         yield models[True], server
-
-
-@pytest.fixture(scope="module", params=[(True, False), (False, True)], ids=["full", "adapter"])
-def bfloat16_server(request, models, tmp_path_factory):
-    """In two halves, of the tied model for full weights, and of the untied one for adapters."""
-    tied, with_lora = request.param
-    log = tmp_path_factory.mktemp("server") / "server.log"
-    flags = (*FLAGS, "--tensor-parallel-size", "2", *(LORA if with_lora else ()))
-    with running_server(models[tied], log, *flags, dtype="bfloat16") as server:
-        yield models[tied], server, ["adapter"] if with_lora else ["full", "merged"]
 
 
 @pytest.fixture
@@ -201,18 +189,24 @@ def test_adapters_arrive_exactly_ten_times_in_a_row(lora_server, connect):
         assert largest_difference(model, server, "policy") < 1e-4, version
 
 
-def test_weights_arrive_in_both_halves_of_a_bfloat16_server(bfloat16_server, connect):
-    folder, server, kinds = bfloat16_server
-    for kind in kinds:
-        sync = connect(server, lora_sync="merged" if kind == "merged" else "adapter")
-        assert sync.client.status()["world_size"] == 2
-        for version in range(3):
-            old, new = load(folder), policy(folder, kind)
-            perturb(new, seed=version, scale=0.02 if kind == "full" else 0.1)
-            push_to(sync, new, version)
-            # bfloat16 has 8 bits: the rounding of its kernels, and far from the other weights.
-            assert largest_difference(new, server, sync.model_name) < 0.05
-            assert largest_difference(old, server, sync.model_name) > 0.25
+@pytest.mark.parametrize(
+    "tied, kinds, flags", [(True, ["full", "merged"], ()), (False, ["adapter"], LORA)]
+)
+def test_weights_arrive_in_both_halves_of_a_bfloat16_server(
+    models, connect, tmp_path, tied, kinds, flags
+):
+    folder, flags = models[tied], (*FLAGS, "--tensor-parallel-size", "2", *flags)
+    with running_server(folder, tmp_path / "server.log", *flags, dtype="bfloat16") as server:
+        for kind in kinds:
+            sync = connect(server, lora_sync="merged" if kind == "merged" else "adapter")
+            assert sync.client.status()["world_size"] == 2
+            for version in range(3):
+                old, new = load(folder), policy(folder, kind)
+                perturb(new, seed=version, scale=0.02 if kind == "full" else 0.1)
+                push_to(sync, new, version)
+                # bfloat16 has 8 bits: the rounding of its kernels, and far from the other weights.
+                assert largest_difference(new, server, sync.model_name) < 0.05
+                assert largest_difference(old, server, sync.model_name) > 0.25
 
 
 @pytest.mark.parametrize("kind", ["full", "adapter"])
@@ -240,28 +234,6 @@ def test_weights_arrive_in_both_data_parallel_engines(models, connect, tmp_path,
             wait_until(lambda: not group_of(server), 30)
         else:
             check_a_killed_worker(model, sync, server)
-
-
-def test_a_server_that_is_killed_while_its_engine_starts_leaves_nothing(models, tmp_path):
-    command = [sys.executable, "-m", "verifiers_rl.inference.server", "--model", models[False]]
-    command += ["--port", free_port(), "--enforce-eager"]
-    with (tmp_path / "log").open("wb") as log:
-        options = {"stdout": log, "stderr": log, "start_new_session": True}
-        process = subprocess.Popen([*map(str, command)], **options)
-    server = SimpleNamespace(process=process)
-
-    def has_engine():
-        assert process.poll() is None
-        return any("EngineCor" in (path / "comm").read_text() for path in group_of(server))
-
-    try:
-        wait_until(has_engine, 240)
-        process.kill()
-        process.wait()
-        wait_until(lambda: not group_of(server), 60)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,6 @@ from tests.helpers import (
     example_env,
     load_example,
     run_python,
-    write_environment,
 )
 from verifiers_rl import RLConfig, RLTrainer
 from verifiers_rl.report.run_folder import read_metrics
@@ -117,22 +116,6 @@ def test_a_deterministic_run_samples_the_same_tokens_again_in_other_processes(ma
     assert equal_share(first, sample(env_workers=0)) < 0.5
 
 
-def test_an_environment_that_fails_in_every_rollout_ends_vf_train_with_status_1(
-    server, warm_start, tmp_path
-):
-    raises = "raise RuntimeError('the sandbox is not there')"
-    env = write_environment(tmp_path, "fragile", ["abc"], setup=raises)
-    toml = tmp_path / "config.toml"
-    toml.write_text(
-        f'model = "{warm_start}"\n{env}[trainer]\ngpus = 0\n[trainer.args]\n'
-        f"output_dir = '{tmp_path}/run'\nvllm_server_port = {server.port}\nmax_seq_len = 64\n"
-        "batch_size = 32\n"
-    )
-    done = run_python("-m", "verifiers_rl.cli.train", "@", toml, status=1)
-    assert "in setup" in done.stderr  # where the environment failed
-    assert re.search("vf-train: error: .*all 32 rollouts.*sandbox is not there", done.stderr)
-
-
 def test_the_custom_loss_example_raises_the_reward(server, warm_start, tmp_path):
     # A copy of the examples whose model is the fixture's.
     examples = tmp_path / "examples"
@@ -207,11 +190,6 @@ _told += [line for line in _lines.values() if _token and _token in line]
 
 
 def test_the_flat_example_runs_on_a_cpu_with_another_model_and_environment(warm_start, tmp_path):
-    # An ejected trainer with one metric more.
-    run_python("-m", "verifiers_rl.cli.rl", "--eject", tmp_path)
-    trainer = tmp_path / "my_trainer.py"
-    text, mark = trainer.read_text(), '**token_means, "my_mark": 42.5}'
-    trainer.write_text(text.replace("**token_means}", mark))
     page = (ROOT / "docs" / "configuration.md").read_text()
     (tmp_path / "hosted.toml").write_text(re.findall(r"```toml\n(.*?)```", page, re.DOTALL)[0])
     (tmp_path / "secrets.env").write_text("JUDGE_NOTE=veiled-9431\n")
@@ -222,7 +200,6 @@ def test_the_flat_example_runs_on_a_cpu_with_another_model_and_environment(warm_
         f"[[env]]\n{own.replace('64', '64, held_out = true')}only = 'eval'\n"
         "[inference]\ngpus = 0\n[inference.args]\n"
         'dtype = "float32"\nenforce_eager = true\nmax_num_seqs = 64\n[trainer]\ngpus = 0\n'
-        'class = "my_trainer:RLTrainer"\n'
         f"[trainer.args]\nmax_seq_len = 64\nmax_tokens = 16\noutput_dir = '{tmp_path}/run'\n"
         f"vllm_server_port = {free_port()}\n"
     )
@@ -234,8 +211,7 @@ def test_the_flat_example_runs_on_a_cpu_with_another_model_and_environment(warm_
     done = run_python("-m", "verifiers_rl.cli.rl", *words, folder="/", **variables)
     assert processes_of(tmp_path) == {}
     rows = read_metrics(tmp_path / "run")
-    steps = [(row["step"], row["my_mark"]) for row in rows if "reward" in row]
-    assert steps == [(1, 42.5), (2, 42.5), (3, 42.5)]
+    assert [row["step"] for row in rows if "reward" in row] == [1, 2, 3]
     evaluated = [(r["step"], r["eval_num_rollouts"]) for r in rows if "eval_reward" in r]
     # The first, every second, the last; of 8 examples, 2 each.
     assert evaluated == [(0, 16), (2, 16), (3, 16)]
