@@ -15,7 +15,6 @@ from verifiers_rl.inference import rollout_client
 from verifiers_rl.inference.client import (
     TOKEN_VARIABLE,
     InferenceClient,
-    InferenceServerError,
     ServerLostError,
 )
 from verifiers_rl.inference.packed_tokens import pack_sampled
@@ -75,19 +74,6 @@ def test_a_server_that_starts_anew_with_another_key_is_asked_with_that_key(monke
     assert keys == ["Bearer first", "Bearer second"]
 
 
-@pytest.mark.parametrize("text", ["<html>", "[]", '{"status": "ok"}'])
-def test_another_web_server_is_no_vf_vllm_whatever_it_answers(text):
-    async def answer(request):
-        return web.Response(text=text)
-
-    async def use(client):
-        url = client.base_url
-        await asyncio.to_thread(InferenceClient(url.host, url.port).status)
-
-    with pytest.raises(InferenceServerError, match="has no /weight_sync/status: it is not vf-vllm"):
-        asyncio.run(with_client(answer, use))
-
-
 def test_a_request_that_another_thread_has_closed_is_a_lost_server():
     async def answer(request):
         return web.json_response({})
@@ -113,7 +99,7 @@ def test_a_connection_for_rollouts_is_kept_alive_and_found_dead_by_tcp():
     asyncio.run(with_client(Outcomes(200).answer, use))
 
 
-@pytest.mark.parametrize("outcomes", [("lost", 500, 200), (429, 502, 200), (408, 520, 200)])
+@pytest.mark.parametrize("outcomes", [("lost", 500, 200), (429, 520, 200)])
 def test_a_lost_connection_an_error_or_a_busy_server_is_tried_again(monkeypatch, outcomes):
     monkeypatch.delenv(TOKEN_VARIABLE)
     monkeypatch.setenv("VLLM_API_KEY", "secret")

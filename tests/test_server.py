@@ -41,7 +41,7 @@ from verifiers_rl.inference.client import (
     keep_alive,
     save_token,
 )
-from verifiers_rl.inference.engine_calls import paused, updating
+from verifiers_rl.inference.engine_calls import paused
 from verifiers_rl.inference.gateway import Gateway
 from verifiers_rl.inference.generation import check_grammar
 from verifiers_rl.inference.port import (
@@ -279,20 +279,6 @@ def test_a_folder_too_long_for_sockets_is_named_at_once(monkeypatch):
 # --- Calls of the engines -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_engines", [1, 2])
-def test_engines_are_paused_where_they_step_together(num_engines):
-    async def update():
-        engine = Engine(num_engines, is_moe=True)
-        with pytest.raises(RuntimeError, match="broken"):
-            async with updating(engine, 1.0):
-                assert not engine.admits.is_set()
-                raise RuntimeError("broken")
-        assert engine.admits.is_set()
-        return engine.calls
-
-    assert asyncio.run(update()) == ([] if num_engines == 1 else ["pause", "resume"])
-
-
 def test_an_engine_whose_pause_comes_too_late_goes_on_afterwards():
     class Slow(Engine):
         is_paused = False
@@ -406,10 +392,11 @@ def pushed(client, connection, body=BODY, num_bytes=None, timeout_s=5.0, **chang
 NONE, THREE = (("set_weight_version", label) for label in ("none", "3"))
 
 
-@pytest.mark.parametrize("is_running", [False, True])
-def test_a_push_reaches_all_workers_and_tokens_of_mixed_weights_are_of_no_policy(is_running):
+# Engines of a mixture of experts step together, with or without requests.
+@pytest.mark.parametrize("pauses", [{}, {"is_running": True}, {"is_moe": True}])
+def test_a_push_reaches_all_workers_and_tokens_of_mixed_weights_are_of_no_policy(pauses):
     workers = Workers()
-    with server_of_pushes(workers, is_running=is_running) as (client, connection, engine):
+    with server_of_pushes(workers, **pauses) as (client, connection, engine):
         salts = set()
         for weights in (WEIGHTS, WEIGHTS[::-1]):
             reply = pushed(client, connection, push_body(weights, [BUCKET] * 4)).answer()
@@ -417,7 +404,7 @@ def test_a_push_reaches_all_workers_and_tokens_of_mixed_weights_are_of_no_policy
             salts.add(engine.cache_salt)
         assert len(salts) == 2 and None not in salts  # cached prefixes are of one version
     calls = [NONE, "weight_sync_receive", THREE]
-    assert engine.calls == 2 * (["pause", *calls, "resume"] if is_running else calls)
+    assert engine.calls == 2 * (["pause", *calls, "resume"] if pauses else calls)
 
 
 @pytest.mark.parametrize(
@@ -471,8 +458,9 @@ def test_a_trainer_that_hangs_or_leaves_in_a_push_leaves_no_worker_waiting(
         assert [call for call in engine.calls if call != "weight_sync_receive"] == tears
 
 
-@pytest.mark.parametrize("kind, status", [(RuntimeError, 500), (ValueError, 400)])
-@pytest.mark.parametrize("others_first", [False, True])
+@pytest.mark.parametrize(
+    "kind, status, others_first", [(RuntimeError, 500, False), (ValueError, 400, True)]
+)
 def test_a_worker_that_fails_in_a_push_ends_it_for_all_and_says_why(kind, status, others_first):
     def fail(number, shared):
         for _ in range(3):
@@ -481,11 +469,12 @@ def test_a_worker_that_fails_in_a_push_ends_it_for_all_and_says_why(kind, status
                 raise kind("out of memory")
 
     message = f"{status}: {kind.__name__}: out of memory"
-    with server_of_pushes(Workers(fail)) as (client, connection, engine):
+    with server_of_pushes(Workers(fail), is_running=True) as (client, connection, engine):
         with pytest.raises(InferenceServerError, match=message) as caught:
             pushed(client, connection).answer()
         assert isinstance(caught.value, ServerLostError) == (status == 500)  # and is sent again
-        assert engine.calls == [NONE, "weight_sync_receive"]
+        assert engine.calls == ["pause", NONE, "weight_sync_receive", "resume"]
+        assert engine.admits.is_set()
 
 
 @pytest.mark.parametrize("is_reset", [False, True])
@@ -582,14 +571,27 @@ def test_a_server_sleeps_until_the_next_push_and_tries_again_to_wake(monkeypatch
         assert not engine.fails_to_wake and engine.calls[-2:] == [SLEEP, WAKE]
 
 
-@pytest.mark.parametrize("status, is_lost", [(500, True), (502, True), (429, True), (423, False)])
-def test_a_proxy_that_fails_for_seconds_is_a_lost_connection(status, is_lost):
+NOT_OURS = "has no /weight_sync/status: it is not vf-vllm"
+
+
+@pytest.mark.parametrize(
+    "status, text, message, is_lost",
+    [
+        *((status, "bad gateway", f"{status}: bad gateway", True) for status in (429, 500, 502)),
+        (423, "taken", "423: taken", False),
+        (404, "", NOT_OURS, False),
+        *((200, text, NOT_OURS, False) for text in ("<html>", "[]", '{"status": "ok"}')),
+    ],
+)
+def test_a_proxy_that_fails_for_seconds_is_a_lost_connection_and_another_server_none_of_ours(
+    status, text, message, is_lost
+):
     async def answer(request):
-        return web.Response(status=status, text="bad gateway")
+        return web.Response(status=status, text=text)
 
     with (
         in_thread(serving(answer, "/weight_sync/status")) as url,
-        pytest.raises(InferenceServerError, match=f"{status}: bad gateway") as caught,
+        pytest.raises(InferenceServerError, match=message) as caught,
     ):
         InferenceClient("127.0.0.1", int(url.rpartition(":")[2])).status()
     assert isinstance(caught.value, ServerLostError) == is_lost
@@ -629,7 +631,7 @@ def check_refused(client, monkeypatch, name):
             connected(client, trainer=name)
 
 
-def test_a_second_trainer_is_refused_while_the_first_lives(monkeypatch):
+def test_a_second_trainer_is_refused_while_the_first_lives_or_connects_anew(monkeypatch):
     with server_of() as (client, _):
         command = [sys.executable, "-c", HOLDER, str(client.port), json.dumps(CONNECT)]
         first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
@@ -637,23 +639,16 @@ def test_a_second_trainer_is_refused_while_the_first_lives(monkeypatch):
             child = int(first.stdout.readline())
             check_refused(client, monkeypatch, "second")
             first.kill()  # and a process that it has forked lives on
-            connected(client, trainer="second")[0].close()
+            second, _ = connected(client, trainer="second")
+            again, _ = connected(client, trainer="second")  # its old connection is not closed yet
+            second.close()
+            check_refused(client, monkeypatch, "third")
+            again.close()
+            connected(client, trainer="third")[0].close()
         finally:
             first.kill()
             os.kill(child, signal.SIGKILL)
             first.communicate()
-
-
-def test_a_trainer_that_connects_anew_or_leaves_is_not_in_the_way(monkeypatch):
-    with server_of() as (client, _):
-        first, _ = connected(client)
-        again, _ = connected(client)  # its old connection is not closed yet
-        first.close()
-        check_refused(client, monkeypatch, "second")
-        again.close()
-        second, _ = connected(client, trainer="second")
-        check_refused(client, monkeypatch, "first")
-        second.close()
 
 
 def test_a_server_that_ends_is_not_kept_by_its_trainer():
@@ -697,8 +692,9 @@ def test_a_grammar_that_takes_long_to_compile_is_refused():
         check_grammar(SimpleNamespace(choice=[str(i) for i in range(100_000)]))
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions/tokens", "/v1/completions"])
-@pytest.mark.parametrize("announced", [True, False])
+@pytest.mark.parametrize(
+    "path, announced", [("/v1/chat/completions/tokens", False), ("/v1/completions", True)]
+)
 def test_a_body_is_read_up_to_a_bound(monkeypatch, path, announced):
     monkeypatch.setattr("verifiers_rl.inference.gateway.MAX_BODY_BYTES", 10_000)
     sent = b'{"prompt": "%s"}' % (b"a" * 20_000)
@@ -715,7 +711,6 @@ PAGE = "https://a.page"
     "args, headers, status",
     [
         ({}, {"Host": "127.0.0.1:9000"}, 404),  # through a tunnel
-        ({"host": "::1"}, {"Host": "[::1]"}, 404),
         ({}, {"Host": "a.page:8000"}, 400),  # a name that a page has let lead here
         ({}, {"Host": "127.0.0.1.a.page"}, 400),
         ({"host": "0.0.0.0"}, {"Host": "gpu-box:8000"}, 404),
@@ -723,7 +718,6 @@ PAGE = "https://a.page"
         ({}, {"Origin": "null"}, 403),
         ({"allowed_origins": [PAGE]}, {"Origin": PAGE}, 404),
         ({"allowed_origins": [PAGE]}, {"Origin": "https://another.page"}, 403),
-        ({"allowed_origins": ["*"]}, {"Origin": PAGE}, 404),
     ],
 )
 def test_a_server_is_asked_by_its_own_name_and_by_pages_that_were_invited(args, headers, status):
@@ -813,28 +807,20 @@ def test_a_salt_of_a_request_stands_beside_that_of_the_weights(monkeypatch):
     engine = object.__new__(RolloutEngine)
     engine.admits = asyncio.Event()
     engine.admits.set()
-
-    async def salt_of(prompt, salt):
-        engine.cache_salt = salt
-        return (await engine.add_request("1", prompt, None)).get("cache_salt")
-
-    for prompt, salt, expected in (
-        ({}, None, None),
-        ({"cache_salt": "own"}, None, "own"),
-        ({}, "v3", "v3"),
-        ({"cache_salt": "own"}, "v3", "v3own"),
-    ):
-        assert asyncio.run(salt_of(prompt, salt)) == expected
+    engine.cache_salt = "v3"
+    for prompt, expected in (({}, "v3"), ({"cache_salt": "own"}, "v3own")):
+        asked = asyncio.run(engine.add_request("1", prompt, None))
+        assert asked["cache_salt"] == expected
 
 
 def test_a_push_that_takes_too_long_ends_though_each_bucket_comes_in_time():
     def load_slowly(number, shared):
         for _ in range(4):
-            time.sleep(0.3)
+            time.sleep(0.15)
             shared.receive(number, BUCKET)
 
     with (
         server_of_pushes(Workers(load_slowly)) as (client, connection, _),
-        pytest.raises(ServerLostError, match=r"409: .* 0\.5 s \(vllm_server_timeout\)"),
+        pytest.raises(ServerLostError, match=r"409: .* 0\.3 s \(vllm_server_timeout\)"),
     ):
-        pushed(client, connection, timeout_s=0.5).answer(10.0)
+        pushed(client, connection, timeout_s=0.3).answer(10.0)
