@@ -24,7 +24,6 @@ from verifiers_rl.envs.v1_loading import load_v1_environment
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient
 from verifiers_rl.inference.packed_tokens import pack_ids, unpack_ids, unpack_sampled
 from verifiers_rl.inference.rollout_client import ServerClient
-from verifiers_rl.inference.session import RolloutSession
 
 pytestmark = pytest.mark.e2e
 
@@ -262,35 +261,6 @@ def test_the_tokens_route_prompts_with_these_tokens_and_others_need_the_token(se
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(tokens), num_sampled)
     for path in ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate"):
         assert post(server, body, path, key="wrong")[0] == 401
-
-
-def test_replies_to_a_group_are_those_to_its_requests_one_by_one(server):
-    """Ids, logprobs, versions, messages: with the same seeds, nothing changes."""
-    body = {"model": model_name(server), "messages": [], "temperature": 1.0, "max_tokens": 80}
-
-    async def ask(client, number, is_first):
-        session = RolloutSession(0, None, 7, number)
-        async with session.limited(60.0):
-            http = client.of_rollout(session)
-            return await http.reply_to(body, [70, 71, 72], is_first=is_first)
-
-    async def ask_all(is_first):
-        client = ServerClient(f"{server.url}/v1", 60.0)
-        try:
-            return await asyncio.gather(*(ask(client, number, is_first) for number in range(6)))
-        finally:
-            await client.close()
-
-    alone, together = (asyncio.run(ask_all(is_first)) for is_first in (False, True))
-    assert len({reply.completion["id"] for reply in together}) == 1  # one request
-    for one, other in zip(alone, together, strict=True):
-        for ours, theirs in zip(one.sampled, other.sampled, strict=True):
-            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
-        assert one.policy_versions == other.policy_versions
-        assert one.completion["usage"] == other.completion["usage"]
-        for name in ("message", "finish_reason"):
-            ours, theirs = (reply.completion["choices"][0][name] for reply in (one, other))
-            assert ours == theirs
 
 
 def test_no_token_is_older_than_the_bound(server, model_folder, tmp_path, v1_path):
