@@ -35,28 +35,24 @@ def server(warm_start, tmp_path_factory):
         yield server
 
 
-def options_of(server, folder, **options):
-    defaults = {
-        "output_dir": str(folder / "run"),
-        "use_cpu": True,
-        "batch_size": 64,
-        "rollouts_per_example": 16,
-        "micro_batch_size": 64,
-        "max_seq_len": 64,
-        "max_tokens": 16,
-        "temperature": 1.0,
-        "learning_rate": 1e-3,
-        "max_steps": 3,
-        "save_strategy": "no",
-        "vllm_server_port": server.port,
-    }
-    return defaults | options
-
-
 @pytest.fixture
 def make_trainer(warm_start, server, tmp_path):
-    def make(env, model=warm_start, **options):
-        return RLTrainer(str(model), env, RLConfig(**options_of(server, tmp_path, **options)))
+    def make(env, **options):
+        defaults = {
+            "output_dir": str(tmp_path / "run"),
+            "use_cpu": True,
+            "batch_size": 64,
+            "rollouts_per_example": 16,
+            "micro_batch_size": 64,
+            "max_seq_len": 64,
+            "max_tokens": 16,
+            "temperature": 1.0,
+            "learning_rate": 1e-3,
+            "max_steps": 3,
+            "save_strategy": "no",
+            "vllm_server_port": server.port,
+        }
+        return RLTrainer(str(warm_start), env, RLConfig(**defaults | options))
 
     return make
 
