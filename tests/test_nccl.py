@@ -33,20 +33,16 @@ BUCKET = torch.zeros(4, dtype=torch.uint8)
 
 
 class StubGroup:
-    """Completes the first `num_complete` messages. With `blocks`, the call itself does not return.
-
-    The last message has `error`. It is its messages' work itself.
+    """Completes the first `num_complete` messages, the last of which has `error`. It is its
+    messages' work itself.
     """
 
-    def __init__(self, num_complete=0, blocks=False, error=None):
-        self.num_complete, self.blocks, self.error = num_complete, blocks, error
+    def __init__(self, num_complete=0, error=None):
+        self.num_complete, self.error = num_complete, error
         self.num_aborts = self.num_messages = 0
-        self.freed = threading.Event()
 
     def broadcast(self, tensors, options):
         self.num_messages += 1
-        if self.blocks:
-            self.freed.wait(30)
         return self
 
     def is_completed(self):
@@ -63,29 +59,17 @@ class StubGroup:
 
 @contextmanager
 def ranks(timeout_s=20.0):
-    """Yield the ranks' transports, the errors of those that did not connect, and the event that
-    says that the push is given up.
+    """Yield the transports of two ranks that have connected, and the event that says that the push
+    is given up.
     """
-    made, errors, given_up = {}, {}, threading.Event()
-
-    def connect(rank, transport):
-        try:
-            transport.wait_until_connected()
-            made[rank] = transport
-        except RuntimeError as error:
-            errors[rank] = error
-
+    given_up = threading.Event()
     trainer = nccl.NcclTransport(0, 2, CPU, timeout_s)
-    unique_id = trainer.unique_id()
-    worker = nccl.NcclTransport(1, 2, CPU, timeout_s, unique_id, given_up.is_set)
-    transports = trainer, worker
-    threads = [threading.Thread(target=connect, args=item) for item in enumerate(transports)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    yield made, errors, given_up
-    for transport in transports:
+    worker = nccl.NcclTransport(1, 2, CPU, timeout_s, trainer.unique_id(), given_up.is_set)
+    made = trainer, worker
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(nccl.NcclTransport.wait_until_connected, made))
+    yield made, given_up
+    for transport in made:
         transport.close()
 
 
@@ -110,7 +94,7 @@ def make_groups(monkeypatch):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_message_that_never_completes_ends_at_our_deadline_and_is_aborted_once(make_groups, rank):
     groups = make_groups(num_complete=1)
-    with ranks(timeout_s=0.5) as (made, _, _):
+    with ranks(timeout_s=0.5) as (made, _):
         transport = made[rank]
         with pytest.raises(nccl.NcclError, match=r"longer than 0\.5 s \(vllm_server_timeout\)"):
             transport.receive(4)() if rank else transport.send(BUCKET)
@@ -119,16 +103,6 @@ def test_a_message_that_never_completes_ends_at_our_deadline_and_is_aborted_once
         assert groups[rank].num_aborts == 1
         with pytest.raises(nccl.NcclError, match="was closed"):
             transport.receive(4)
-
-
-def test_connecting_has_a_deadline_though_nccls_own_call_blocks(make_groups):
-    groups = make_groups(blocks=True)
-    with ranks(timeout_s=0.5) as (made, errors, _):
-        assert not made and len(errors) == 2
-        assert all("connecting over NCCL took longer than 0.5 s" in str(e) for e in errors.values())
-        assert [group.num_aborts for group in groups.values()] == [1, 1]
-    for group in groups.values():
-        group.freed.set()
 
 
 def test_an_id_that_nccl_does_not_draw_ends_at_the_deadline_or_with_its_error(monkeypatch):
@@ -146,7 +120,7 @@ def test_an_id_that_nccl_does_not_draw_ends_at_the_deadline_or_with_its_error(mo
 
 def test_what_nccl_reports_is_raised_unless_it_follows_from_another_end(make_groups):
     groups = make_groups(num_complete=2, error=RuntimeError("unhandled cuda error"))
-    with ranks() as (made, _, given_up):
+    with ranks() as (made, given_up):
         with pytest.raises(nccl.NcclError, match="NCCL failed: unhandled cuda error"):
             made[0].send(BUCKET)
         receive = made[1].receive(4)
@@ -161,7 +135,7 @@ def test_an_abort_that_hangs_holds_nobody_up(make_groups, monkeypatch, caplog):
     groups = make_groups(num_complete=1)
     freed = threading.Event()
     groups[0].abort = lambda: freed.wait(30)
-    with ranks() as (made, _, _):
+    with ranks() as (made, _):
         made[0].close()
         assert "did not abort within 0.1 s" in caplog.text
         freed.set()
@@ -202,7 +176,7 @@ def test_a_bucket_with_another_byte_than_was_sent_is_refused(shared_bucket, plac
     weights = torch.full((16,), 3, dtype=torch.uint8).view(torch.float32)
     source = Source((4,), torch.float32, lambda: weights)
     (packed,) = buckets_of(plan, {"a": source}, torch.nn.Linear(1, 1))
-    with ranks() as (made, _, _), ThreadPoolExecutor(1) as thread:
+    with ranks() as (made, _), ThreadPoolExecutor(1) as thread:
         sending = thread.submit(made[0].send, packed)
         group = made[0]._group
         wait_until(lambda: group._counts[0] == 2)  # the first message connects

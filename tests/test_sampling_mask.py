@@ -6,14 +6,9 @@ import torch
 
 from verifiers_rl.inference.generation import TokenRequest
 from verifiers_rl.inference.packed_tokens import (
-    allowed_tokens,
     pack_ids,
-    pack_sampled,
-    unpack_mask,
 )
 from verifiers_rl.logprobs import chunked_logprobs_and_entropy
-from verifiers_rl.packing import collate
-from verifiers_rl.types import ALLOWED_TOKENS, Sample
 
 
 def column(mask):
@@ -56,25 +51,6 @@ def test_gradients_over_the_allowed_tokens_equal_a_float64_loop(chunk_size, head
     torch.testing.assert_close(loss.double(), expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(given, gradients, rtol=1e-5, atol=1e-5)
     assert entropy[0].item() == 0 and logprobs[0].item() == 0  # one token was possible
-
-
-def test_a_microbatch_has_the_masks_of_its_loss_tokens_in_their_order():
-    plain = Sample([5, 6], [0, 1], [0, -1], [-1, 0])
-    masked = Sample([9, 2, 7, 3], [0, 1, 0, 1], [0, -1, 0, -1], [-1, 0, -1, 0])
-    masked.extras[ALLOWED_TOKENS] = column([(), (1, 2), (), (3, 1, 4)])
-    microbatch = collate([masked, plain], [[1, 0]], [1.0] * 2, 0)
-    found = microbatch.targets.extras[ALLOWED_TOKENS].tolist()
-    assert found == [[-1, -1, -1], [1, 2, -1], [3, 1, 4]]
-    assert not microbatch.extras  # the model itself needs no mask
-    assert not collate([plain], [[0]], [1.0], 0).targets.extras
-
-
-def test_a_reply_has_the_mask_in_its_packed_tokens():
-    def packed(*mask):
-        return pack_sampled([4, 6], np.array([-0.5, 0.0]), tuple(map(np.array, mask)) or None)
-
-    assert allowed_tokens(*unpack_mask(packed([2, 1], [4, 5, 6]))).tolist() == [[4, 5], [6, -1]]
-    assert unpack_mask(packed()) is None
 
 
 def test_a_request_with_a_mask_asks_vllm_for_the_likeliest_tokens():

@@ -174,13 +174,10 @@ def test_the_script_of_the_readme_runs_as_it_stands_on_a_cpu(warm_start, tmp_pat
 # --- The tiny model -------------------------------------------------------------------------------
 
 
-def test_a_new_tiny_model_is_that_of_the_demo_and_one_that_is_there_stays(tmp_path, monkeypatch):
+def test_a_new_tiny_model_is_that_of_the_demo(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr("verifiers_rl.tiny.subprocess.run", lambda *call, **_: calls.extend(call))
     folder = verifiers_rl.tiny_model(str(tmp_path / "new"))
     ((python, program, task, target),) = calls
     assert (python, target) == (sys.executable, folder) and program.is_file()
     assert "def demonstrations(" in task.read_text()
-    (tmp_path / "tiny").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert verifiers_rl.tiny_model("tiny") == str(tmp_path / "tiny") and len(calls) == 1
