@@ -12,7 +12,6 @@ from verifiers_rl.cli.config import RunConfig, TomlError, load_run_config
 from verifiers_rl.cli.plan import server_flags
 from verifiers_rl.inference.client import TOKEN_VARIABLE
 from verifiers_rl.inference.server import server_cores
-from verifiers_rl.sft.main import SFTRunConfig
 
 
 @pytest.fixture
@@ -80,27 +79,21 @@ def test_flags_follow_from_keys_and_values():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "command, kind, table",
-    [("train", RunConfig, '[env]\nid = "e"'), ("sft", SFTRunConfig, '[data]\ntrain = "a.jsonl"')],
-)
-def test_vf_train_becomes_the_launcher_of_a_rank_for_each_gpu(
-    write_toml, monkeypatch, command, kind, table
-):
+def test_vf_train_becomes_the_launcher_of_a_rank_for_each_gpu(write_toml, monkeypatch):
     def execv(path, words):
         raise InterruptedError(*words)
 
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(os, "environ", {**os.environ})
     monkeypatch.setattr(os, "execv", execv)
-    monkeypatch.setattr(kind, "prepare", lambda self: None)
-    toml = write_toml(f"{table}\n[trainer]\ngpus = 2\n")
-    monkeypatch.setattr(sys, "argv", [f"vf-{command}", "@", str(toml), "--resume"])
+    monkeypatch.setattr(RunConfig, "prepare", lambda self: None)
+    toml = write_toml('[env]\nid = "e"\n[trainer]\ngpus = 2\n')
+    monkeypatch.setattr(sys, "argv", ["vf-train", "@", str(toml), "--resume"])
     with pytest.raises(InterruptedError) as became:
-        train.train(f"vf-{command}", kind)
+        train.train()
     words = " ".join(became.value.args)
     assert words.startswith(f"{sys.executable} -m torch.distributed.run --nproc-per-node=2 ")
-    assert words.endswith(f"-m {kind.MODULE} @ {toml} --resume")
+    assert words.endswith(f"-m verifiers_rl.cli.train @ {toml} --resume")
     assert " --shutdown-timeout=120 " in words
 
 

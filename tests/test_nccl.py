@@ -10,23 +10,17 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 
 import pytest
 import torch
 
-from tests.conftest import wait_until
 from tests.helpers import (
     ROOT,
     make_gloo_group,
-    map_memory_of_cpu,
     run_python,
-    share_memory_of_cpu,
 )
 from verifiers_rl.sync import nccl
-from verifiers_rl.sync.plan import TransferPlan, receive_buckets
 from verifiers_rl.sync.shared_buffers import GivenUpError
-from verifiers_rl.sync.sources import Source, buckets_of
 
 CPU = torch.device("cpu")
 BUCKET = torch.zeros(4, dtype=torch.uint8)
@@ -160,35 +154,6 @@ transport.abandon()
 
 def test_a_process_ends_behind_an_abort_that_runs():
     assert run_python("-c", LEFT).stdout == "aborted\n"
-
-
-@pytest.fixture
-def shared_bucket(monkeypatch):
-    """The transports get a bucket of 32 bytes that both map, as on one GPU."""
-    monkeypatch.setattr(nccl, "share", share_memory_of_cpu)
-    monkeypatch.setattr(nccl, "map_in", map_memory_of_cpu)
-    monkeypatch.setattr(nccl, "make_nccl_group", partial(nccl.SharedBucket, CPU, 32))
-
-
-@pytest.mark.parametrize("place", [0, 15, 16, 23, None])  # of the bucket, or of its checksum
-def test_a_bucket_with_another_byte_than_was_sent_is_refused(shared_bucket, place):
-    plan = TransferPlan(tensors={"a": (4,)}, dtype="float32", bucket_bytes=16)
-    weights = torch.full((16,), 3, dtype=torch.uint8).view(torch.float32)
-    source = Source((4,), torch.float32, lambda: weights)
-    (packed,) = buckets_of(plan, {"a": source}, torch.nn.Linear(1, 1))
-    with ranks() as (made, _), ThreadPoolExecutor(1) as thread:
-        sending = thread.submit(made[0].send, packed)
-        group = made[0]._group
-        wait_until(lambda: group._counts[0] == 2)  # the first message connects
-        # Behind the bucket is its checksum: the sum of two words of 0x0303..., with inverted bits.
-        assert group._bucket.tolist() == [3] * 16 + [0xF9] * 8 + [0] * 8
-        if place is None:
-            group._bucket.zero_()  # as memory that nobody has written
-        else:
-            group._bucket[place] += 1
-        with pytest.raises(RuntimeError, match=r"other bytes than were sent \(checksum\)"):
-            list(receive_buckets(plan, made[1].receive))
-        sending.result(10)
 
 
 WORKER = """

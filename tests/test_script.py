@@ -63,17 +63,15 @@ def test_a_servers_flags_follow_from_what_the_script_trains(asked, adapter, opti
     [
         ("org/model", {"vllm_servers": ["a:1"]}, r"vllm_servers=\['a:1'\]: vf-rl starts a server"),
         ("", {}, "model: vf-rl cannot start a server of a model without a name"),
+        ("org/other", {}, "'org/other': vf-rl has started a server of org/model "),
     ],
 )
-def test_a_script_that_vf_rl_can_start_no_server_for_is_refused(asked, model, options, problem):
+def test_a_second_trainer_has_the_server_unless_vf_rl_can_start_none_for_it(
+    asked, model, options, problem
+):
+    assert asked(use_cpu=True).model == asked(use_cpu=True, max_steps=5).model == "org/model"
     with pytest.raises(ValueError, match=problem):
         asked(model=model, use_cpu=True, **options)
-
-
-def test_a_second_trainer_has_the_server_if_its_model_is_the_same(asked):
-    assert asked(use_cpu=True).model == asked(use_cpu=True, max_steps=5).model == "org/model"
-    with pytest.raises(ValueError, match="'org/other': vf-rl has started a server of org/model "):
-        asked(model="org/other", use_cpu=True)
 
 
 # --- How it ends ----------------------------------------------------------------------------------

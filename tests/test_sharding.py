@@ -301,7 +301,6 @@ WHOLE = {
     "plugin, options, message",
     [
         ("fsdp", {"fsdp_version": 1}, "fsdp_version=1: not supported"),
-        ("fsdp", {}, "kl_beta without LoRA"),
         ("deepspeed", {}, "kl_beta without LoRA"),
         ("fsdp", {"cpu_offload": CPUOffloadPolicy()}, "cpu_offload: not supported"),
         (
