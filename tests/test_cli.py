@@ -11,7 +11,6 @@ from verifiers_rl.cli import plan, rl, train
 from verifiers_rl.cli.config import RunConfig, TomlError, load_run_config
 from verifiers_rl.cli.plan import server_flags
 from verifiers_rl.inference.client import TOKEN_VARIABLE
-from verifiers_rl.inference.server import server_cores
 
 
 @pytest.fixture
@@ -132,13 +131,6 @@ def test_vf_vllm_alone_says_where_its_token_is_and_who_reaches_it(model_folder, 
     assert f"finds the server's token in {saved};" in said
     token = saved.read_text()  # what is printed often ends in a log that others can read
     assert len(token) > 20 and token not in said
-
-
-@pytest.mark.parametrize(
-    "cores, num_workers, bound", [([4, 7, 9], 1, "4"), ([*range(8)], 2, "0,1|2,3")]
-)
-def test_on_the_cpu_the_server_leaves_half_of_the_cores_to_the_trainer(cores, num_workers, bound):
-    assert server_cores(cores, num_workers) == bound
 
 
 ON_A_CPU = "[inference]\ngpus = 0\n[trainer]\ngpus = 0\n[trainer.args]\n"

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import socket
 
 import httpx
 import numpy as np
@@ -87,16 +86,6 @@ def test_a_request_that_another_thread_has_closed_is_a_lost_server():
 
     with pytest.raises(ServerLostError, match="/weight_sync/connect: given up"):
         asyncio.run(with_client(answer, use))
-
-
-def test_a_connection_for_rollouts_is_kept_alive_and_found_dead_by_tcp():
-    async def use(client):
-        make = client._session.connector._socket_factory
-        with make((socket.AF_INET, socket.SOCK_STREAM, 0)) as sock:
-            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-            assert sock.getsockopt(socket.SOL_TCP, socket.TCP_KEEPIDLE) == 30
-
-    asyncio.run(with_client(Outcomes(200).answer, use))
 
 
 @pytest.mark.parametrize("outcomes", [("lost", 500, 200), (429, 520, 200)])

@@ -1,6 +1,5 @@
 """NCCL's transport: deadlines and what the others do. Groups that never complete, and Gloo, stand
-in for NCCL, and memory of the CPU for that of a GPU that two processes share; the tests at the end
-need GPUs.
+in for NCCL; the test at the end needs a GPU.
 """
 
 import os

@@ -44,11 +44,6 @@ from verifiers_rl.inference.client import (
 from verifiers_rl.inference.engine_calls import paused
 from verifiers_rl.inference.gateway import Gateway
 from verifiers_rl.inference.generation import check_grammar
-from verifiers_rl.inference.port import (
-    RESERVED_VARIABLE,
-    PortError,
-    reserve_port,
-)
 from verifiers_rl.inference.server import (
     error_of_flags,
     fit_to_cpu,
@@ -777,19 +772,6 @@ def test_vllms_parser_has_our_defaults_and_a_seed_for_each_server():
     first, second = (make_parser().parse_args(["--model", "m"]) for _ in range(2))
     assert (first.host, first.gpu_memory_utilization) == ("127.0.0.1", 0.88)
     assert first.seed != second.seed
-
-
-def test_a_reserved_port_is_refused_to_others_until_its_holder_ends(monkeypatch):
-    port, held = reserve_port("127.0.0.1", 0)
-    with pytest.raises(PortError, match=f":{port}: Address already in use"):
-        reserve_port("0.0.0.0", port)
-    monkeypatch.setenv(RESERVED_VARIABLE, str(port))  # by the vf-rl that has started us
-    reserve_port("127.0.0.1", port)[1].close()
-    monkeypatch.delenv(RESERVED_VARIABLE)
-    held.close()
-    reserve_port("127.0.0.1", port)[1].close()
-    with pytest.raises(PortError, match=r"cannot listen on 192\.0\.2\.1"):
-        reserve_port("192.0.2.1", port)
 
 
 def test_a_salt_of_a_request_stands_beside_that_of_the_weights(monkeypatch):
