@@ -182,13 +182,11 @@ class GlooGroup:
         device = torch.distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")
         options._devices = [device]
         self._group = torch.distributed.ProcessGroupGloo(store, rank, world_size, options)
-        self.num_aborts = 0
 
     def broadcast(self, tensors, options):
         return self._group.broadcast(tensors, options)
 
     def abort(self):
-        self.num_aborts += 1
         self._group = None
 
 

@@ -133,28 +133,6 @@ def test_the_one_file_example_raises_the_reward(server, warm_start):
     assert sum(rewards[-10:]) / 10 > sum(rewards[:5]) / 5 + 0.05
 
 
-def test_a_workspace_trains_on_its_own_environment_with_its_own_loss(server, warm_start, tmp_path):
-    folder = tmp_path / "work"
-    run_python("-m", "verifiers_rl.cli.setup", folder)
-    words = ["@", "rl.toml", "--model", warm_start, "--trainer.args.max_steps", "3"]
-    for option, value in {
-        "loss": "my_loss:my_loss",
-        "loss_args": "{ max_ratio = 0.5 }",
-        "eval_examples": 32,
-        "eval_steps": 3,
-        "logging_steps": 1,
-        "vllm_server_port": server.port,
-    }.items():
-        words.append(f"--trainer.args.{option}={value}")
-    run_python("-m", "verifiers_rl.cli.train", *words, folder=folder)
-    rows = read_metrics(folder / "outputs" / "rl")
-    steps = [row for row in rows if "loss" in row]
-    assert [row["step"] for row in steps] == [1, 2, 3]
-    assert all(row["env/right_letters"] == pytest.approx(row["reward"]) for row in steps)
-    assert all(row["capped_share"] == 1.0 and row["error_share"] == 0.0 for row in steps)
-    assert [row["step"] for row in rows if "eval_exact_match" in row] == [0, 3]
-
-
 def test_a_classic_environment_trains_in_its_own_python_beside_one_of_v1(make_trainer, monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLE))
     args = {"num_train": 2048, "num_eval": 64, "instruction": ""}

@@ -126,7 +126,6 @@ def test_a_buffer_is_not_filled_again_before_the_slowest_worker_has_copied_it():
         ("auto", "gpu-0", ["gpu-1", "gpu-2"], "nccl"),
         ("auto", "gpu-0", ["gpu-0", "gpu-1"], "http"),
         ("http", "gpu-0", ["gpu-1"], "http"),
-        ("nccl", "gpu-0", ["gpu-1", "gpu-2"], "nccl"),
     ],
 )
 def test_the_backend_is_one_that_works_between_these_gpus(wanted, own, workers, chosen):
