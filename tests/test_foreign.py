@@ -55,7 +55,7 @@ def test_a_worker_has_this_package_and_nothing_else_of_this_python(tmp_path, tok
 def test_classic_environments_in_their_own_python(tokenizer, tmp_path):
     """Runs the tests in tests/classic there."""
     tokenizer.save_pretrained(tmp_path)
-    variables = {"TOKENIZER": str(tmp_path)}
+    variables = {"TOKENIZER": str(tmp_path), "HF_HUB_OFFLINE": "1"}  # for a model named "mine"
     words = ["-q", "-p", "no:cacheprovider", "--confcutdir", "tests/classic", "tests/classic"]
     done = subprocess.run(
         [CLASSIC, "-m", "pytest", *words], env={**os.environ, **variables}, cwd=ROOT,
