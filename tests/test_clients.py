@@ -13,8 +13,6 @@ from tests.serving import chat_reply, serving
 from verifiers_rl.inference import rollout_client
 from verifiers_rl.inference.client import (
     TOKEN_VARIABLE,
-    InferenceClient,
-    ServerLostError,
 )
 from verifiers_rl.inference.packed_tokens import pack_sampled
 from verifiers_rl.inference.rollout_client import ServerClient
@@ -71,21 +69,6 @@ def test_a_server_that_starts_anew_with_another_key_is_asked_with_that_key(monke
     asyncio.run(with_client(outcomes.answer, use))
     keys = [headers["Authorization"] for headers, _ in outcomes.requests]
     assert keys == ["Bearer first", "Bearer second"]
-
-
-def test_a_request_that_another_thread_has_closed_is_a_lost_server():
-    async def answer(request):
-        return web.json_response({})
-
-    async def use(client):
-        url = client.base_url
-        request = InferenceClient(url.host, url.port).post("/weight_sync/connect")
-        await asyncio.to_thread(request.begin)
-        request.close()
-        await asyncio.to_thread(request.answer, 1.0)
-
-    with pytest.raises(ServerLostError, match="/weight_sync/connect: given up"):
-        asyncio.run(with_client(answer, use))
 
 
 @pytest.mark.parametrize("outcomes", [("lost", 500, 200), (429, 520, 200)])

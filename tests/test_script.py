@@ -107,14 +107,15 @@ signal.signal(signal.SIGTERM, save)
 print("training")
 time.sleep(300)
 """
-# Asks for a server as an RLTrainer does, and does not train.
+# Asks for a server as an RLTrainer does, without what that imports, and does not train.
 ASKS = """
 import os, time
 from types import SimpleNamespace
-from verifiers_rl.config import RLConfig
+from verifiers_rl.cli.train import OF_SERVER
 from verifiers_rl.process import parent
 
-args = RLConfig(run_name="run", use_cpu=True, vllm_server_port={port})
+options = dict.fromkeys(OF_SERVER) | dict(output_dir="outputs/run", vllm_server_port={port})
+args = SimpleNamespace(bf16=False, device=SimpleNamespace(type="cpu"), **options)
 parent.ask_for_server(SimpleNamespace(name_or_path="{model}"), None, args)
 log = "outputs/run/logs/inference.log"
 while not os.path.exists(log) or "is up" not in open(log).read():

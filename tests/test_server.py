@@ -599,6 +599,14 @@ def test_a_control_request_that_makes_no_sense_is_refused():
             assert reply.status_code in (400, 422) and reply.json()["detail"]
 
 
+def test_a_request_that_another_thread_has_closed_is_a_lost_server():
+    with server_of() as (client, _):
+        request = client.post("/weight_sync/connect").begin()
+        request.close()
+        with pytest.raises(ServerLostError, match="/weight_sync/connect: given up"):
+            request.answer()
+
+
 # --- Who has the server ---------------------------------------------------------------------------
 
 HOLDER = """
