@@ -44,6 +44,7 @@ from verifiers_rl.inference.client import (
 from verifiers_rl.inference.engine_calls import paused
 from verifiers_rl.inference.gateway import Gateway
 from verifiers_rl.inference.generation import check_grammar
+from verifiers_rl.inference.port import PortError, reserve_port
 from verifiers_rl.inference.server import (
     error_of_flags,
     fit_to_cpu,
@@ -780,6 +781,14 @@ def test_vllms_parser_has_our_defaults_and_a_seed_for_each_server():
     first, second = (make_parser().parse_args(["--model", "m"]) for _ in range(2))
     assert (first.host, first.gpu_memory_utilization) == ("127.0.0.1", 0.88)
     assert first.seed != second.seed
+
+
+def test_a_reserved_port_is_refused_to_others_until_its_holder_ends():
+    port, held = reserve_port("127.0.0.1", 0)
+    with pytest.raises(PortError, match=f":{port}: Address already in use"):
+        reserve_port("0.0.0.0", port)
+    held.close()
+    reserve_port("127.0.0.1", port)[1].close()
 
 
 def test_a_salt_of_a_request_stands_beside_that_of_the_weights(monkeypatch):
