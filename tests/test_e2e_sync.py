@@ -189,15 +189,16 @@ def test_adapters_arrive_exactly_ten_times_in_a_row(lora_server, connect):
         assert largest_difference(model, server, "policy") < 1e-4, version
 
 
-IN_HALVES = ("--tensor-parallel-size", "2")
-
-
-def test_full_weights_arrive_in_both_halves_of_a_bfloat16_server(models, connect, tmp_path):
-    """Those of adapters in a model with a vision tower, below."""
-    folder, flags = models[True], (*FLAGS, *IN_HALVES)
+@pytest.mark.parametrize(
+    "tied, kinds, flags", [(True, ["full", "merged"], ()), (False, ["adapter"], LORA)]
+)
+def test_weights_arrive_in_both_halves_of_a_bfloat16_server(
+    models, connect, tmp_path, tied, kinds, flags
+):
+    folder, flags = models[tied], (*FLAGS, "--tensor-parallel-size", "2", *flags)
     with running_server(folder, tmp_path / "server.log", *flags, dtype="bfloat16") as server:
-        for kind in ("full", "merged"):
-            sync = connect(server, lora_sync="merged")
+        for kind in kinds:
+            sync = connect(server, lora_sync="merged" if kind == "merged" else "adapter")
             assert sync.client.status()["world_size"] == 2
             for version in range(3):
                 old, new = load(folder), policy(folder, kind)
@@ -320,7 +321,7 @@ def test_qwen3_5_arrives_where_its_checkpoint_has_a_vision_tower(connect, tmp_pa
         load_policy(str(tmp_path), RLConfig(use_cpu=True, use_lora=use_lora))
         for use_lora in (False, kind == "adapter")
     )
-    flags = ("--open", *((*LORA, *IN_HALVES) if kind == "adapter" else ()))
+    flags = ("--open", *(LORA if kind == "adapter" else ()))
     with running_server(tmp_path, tmp_path / "server.log", *flags, dtype="auto") as server:
         sync = connect(server)
         for version in range(3):
