@@ -10,10 +10,10 @@ from itertools import groupby
 
 import httpx
 import pytest
-from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+from transformers import TrainerCallback
 
 from tests.conftest import running_server
-from tests.helpers import make_tiny_model
+from tests.helpers import load_example
 from tests.troubled_env import num_letters
 from verifiers_rl import RLConfig, RLTrainer, env_from
 
@@ -23,10 +23,7 @@ pytestmark = pytest.mark.e2e
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory, tokenizer):
     folder = tmp_path_factory.mktemp("model")
-    config = make_tiny_model().config.to_dict()  # with heads that vLLM's CPU kernels take
-    config |= {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config |= {"head_dim": 32, "max_position_embeddings": 256}
-    Qwen3ForCausalLM(Qwen3Config.from_dict(config)).save_pretrained(folder)
+    load_example("warm_start").make_model(tokenizer).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -20,7 +20,8 @@ from tests.helpers import (
     run_python,
     write_environment,
 )
-from verifiers_rl import RLConfig, RLTrainer
+from tests.test_foreign import CLASSIC
+from verifiers_rl import RLConfig, RLTrainer, WeightedEnv
 from verifiers_rl.report.run_folder import read_metrics
 
 pytestmark = pytest.mark.e2e
@@ -173,6 +174,22 @@ def test_a_workspace_trains_on_its_own_environment_with_its_own_loss(server, war
     assert all(row["env/right_letters"] == pytest.approx(row["reward"]) for row in steps)
     assert all(row["capped_share"] == 1.0 and row["error_share"] == 0.0 for row in steps)
     assert [row["step"] for row in rows if "eval_exact_match" in row] == [0, 3]
+
+
+def test_a_classic_environment_trains_in_its_own_python_beside_one_of_v1(make_trainer, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    args = {"num_train": 2048, "num_eval": 64, "instruction": ""}
+    classic = {"id": "classic_reverse_text", "args": args}
+    folders = [ROOT / "examples" / "classic"]
+    old = WeightedEnv(classic, "old", python=str(CLASSIC), folders=folders)
+    options = {"max_off_policy_steps": 0, "max_steps": 2, "eval_examples": 64}
+    trainer = make_trainer([old, WeightedEnv(example_env(), "new")], **options)
+    trainer.evaluate()
+    trainer.train()
+    assert history(trainer, "error_share") == [0.0] * 2
+    kls = history(trainer, "mismatch_kl")
+    assert kls[0] < 1e-6 and max(kls) < 1e-5
+    assert {rollout.env for rollout in trainer.batch.rollouts} == {"old", "new"}
 
 
 # --- vf-rl --------------------------------------------------------------------------------------

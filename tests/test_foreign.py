@@ -55,7 +55,7 @@ def test_a_worker_has_this_package_and_nothing_else_of_this_python(tmp_path, tok
 def test_classic_environments_in_their_own_python(tokenizer, tmp_path):
     """Runs the tests in tests/classic there."""
     tokenizer.save_pretrained(tmp_path)
-    variables = {"TOKENIZER": str(tmp_path)}
+    variables = {"TOKENIZER": str(tmp_path), "HF_HUB_OFFLINE": "1"}  # for a model named "mine"
     words = ["-q", "-p", "no:cacheprovider", "--confcutdir", "tests/classic", "tests/classic"]
     done = subprocess.run(
         [CLASSIC, "-m", "pytest", *words], env={**os.environ, **variables}, cwd=ROOT,
@@ -65,32 +65,22 @@ def test_classic_environments_in_their_own_python(tokenizer, tmp_path):
 
 
 def test_a_python_that_cannot_run_workers_is_one_line_that_says_what_to_install(tmp_path):
-    bare, broken = tmp_path / "bare", tmp_path / "broken"
+    bare = tmp_path / "bare"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", bare], check=True)
-    broken.write_text("#!/bin/sh\nexit 3\n")
-    broken.chmod(0o755)
     options = RunnerOptions("http://unused", None, 64)
     for python, expected in (
         (tmp_path / "none", r"no such program; make a Python .*: `uv venv NAME"),
         (bare / "bin" / "python", r"No module named 'verifiers'; make .* --python .*verifiers"),
-        (broken, r"the worker process \d+ ended with status 3; see its output above"),
     ):
         with pytest.raises(InvalidEnvironmentError, match=expected) as caught:
             ForeignEnvironment({"id": "e"}, str(python), options)
         assert f"python='{python}'" in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "env, expected",
-    [
-        (3, r"'e': with python=.*, env must be an id or a dict such as .* not int"),
-        ({"id": "e", "args": {"a": (1, 2)}}, r"'a': \(1, 2\)\}\} would change in JSON"),
-    ],
-)
-def test_what_cannot_be_made_there_is_one_error(env, expected):
+def test_arguments_that_would_change_in_json_are_one_error():
+    mixed = [WeightedEnv({"id": "e", "args": {"a": (1, 2)}}, "e", python=sys.executable)]
     args = RLConfig(use_cpu=True, env_workers=0)
-    with pytest.raises(InvalidEnvironmentError, match=expected):
-        mixed = [WeightedEnv(env, "e", python=sys.executable)]
+    with pytest.raises(InvalidEnvironmentError, match=r"'a': \(1, 2\)\}\} would change in JSON"):
         make_runner(mixed, "http://unused", None, args)
 
 

@@ -201,7 +201,6 @@ PIPELINE = "inference.args.pipeline_parallel_size = 2\ninference.gpus = "
         ("trainer.args.router_replay = true", "--enable-return-routed-experts", True),
         ("trainer.args.deterministic = true\ninference.gpus = 0", UNCHUNKED, True),
         ("trainer.args.deterministic = true", UNCHUNKED, False),
-        ("inference.gpus = 8", f"{TENSORS} 8", True),
         (f"{PIPELINE}8", f"{TENSORS} 4", True),
         (f"{PIPELINE}2", TENSORS, False),
     ],

@@ -87,7 +87,7 @@ def test_one_process_at_a_time_trains_in_a_folder(tmp_path):
         keep_others_out(tmp_path)
 
 
-def test_the_newest_checkpoint_is_resumed_and_one_that_is_not_whole_is_named(tmp_path):
+def test_the_newest_checkpoint_is_resumed_unless_another_is_named(tmp_path):
     assert newest_checkpoint(tmp_path / "none") is None
     for damage in (b'{"status": ', b"[1]", b"\xff{}", b"[" * 10**5):
         (tmp_path / "run.json").write_bytes(damage)
@@ -97,9 +97,6 @@ def test_the_newest_checkpoint_is_resumed_and_one_that_is_not_whole_is_named(tmp
     assert newest_checkpoint(tmp_path) == prepare(tmp_path, True, max_steps=11) == ten
     older = tmp_path / "checkpoint-5"
     assert prepare(tmp_path, str(older)) == older
-    (ten / "manifest.json").unlink()  # somebody has copied a part of it
-    with pytest.raises(RunFolderError, match=rf"10 is damaged.*: manifest.json\..*one \({older}\)"):
-        prepare(tmp_path, True, max_steps=11)
 
 
 def test_a_checkpoint_that_is_none_is_refused(tmp_path):
@@ -118,9 +115,6 @@ def test_a_checkpoint_that_is_none_is_refused(tmp_path):
     for other in (folder / "checkpoint-7", folder):  # the run's own folder is none either
         with pytest.raises(RunFolderError, match=rf"{other}': no .*; the newest .* is {five}"):
             prepare(folder, resume=str(other))
-    (five / "trainer_state.json").write_text("{")
-    with pytest.raises(RunFolderError, match=r"checkpoint-5 is damaged.*: trainer_state.json\."):
-        prepare(folder, resume=True)
 
 
 def test_a_checkpoint_of_another_run_starts_a_new_folder_only(tmp_path):

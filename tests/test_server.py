@@ -41,14 +41,10 @@ from verifiers_rl.inference.client import (
     keep_alive,
     save_token,
 )
-from verifiers_rl.inference.engine_calls import paused, updating
+from verifiers_rl.inference.engine_calls import paused
 from verifiers_rl.inference.gateway import Gateway
 from verifiers_rl.inference.generation import check_grammar
-from verifiers_rl.inference.port import (
-    RESERVED_VARIABLE,
-    PortError,
-    reserve_port,
-)
+from verifiers_rl.inference.port import PortError, reserve_port
 from verifiers_rl.inference.server import (
     error_of_flags,
     fit_to_cpu,
@@ -279,20 +275,6 @@ def test_a_folder_too_long_for_sockets_is_named_at_once(monkeypatch):
 # --- Calls of the engines -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_engines", [1, 2])
-def test_engines_are_paused_where_they_step_together(num_engines):
-    async def update():
-        engine = Engine(num_engines, is_moe=True)
-        with pytest.raises(RuntimeError, match="broken"):
-            async with updating(engine, 1.0):
-                assert not engine.admits.is_set()
-                raise RuntimeError("broken")
-        assert engine.admits.is_set()
-        return engine.calls
-
-    assert asyncio.run(update()) == ([] if num_engines == 1 else ["pause", "resume"])
-
-
 def test_an_engine_whose_pause_comes_too_late_goes_on_afterwards():
     class Slow(Engine):
         is_paused = False
@@ -350,12 +332,11 @@ class Workers:
     Attributes:
         got: by number, the push that a worker has taken.
         shared: by number, the memory that a worker shares with the server.
-        connections: what each has heard of the trainer: plan, address, NCCL's id, deadline.
     """
 
     def __init__(self, take=None):
         self.take = take or self.copy_all
-        self.got, self.shared, self.connections = {}, {}, []
+        self.got, self.shared = {}, {}
 
     def copy_all(self, number, shared):
         def receive(num_bytes):
@@ -366,7 +347,6 @@ class Workers:
 
     def __call__(self, method, number, *args):
         if method == "weight_sync_connect":
-            self.connections.append(args)
             self.shared[number] = SharedBuffers(*args[1])
             return None
         try:
@@ -406,10 +386,11 @@ def pushed(client, connection, body=BODY, num_bytes=None, timeout_s=5.0, **chang
 NONE, THREE = (("set_weight_version", label) for label in ("none", "3"))
 
 
-@pytest.mark.parametrize("is_running", [False, True])
-def test_a_push_reaches_all_workers_and_tokens_of_mixed_weights_are_of_no_policy(is_running):
+# Engines of a mixture of experts step together, with or without requests.
+@pytest.mark.parametrize("pauses", [{}, {"is_running": True}, {"is_moe": True}])
+def test_a_push_reaches_all_workers_and_tokens_of_mixed_weights_are_of_no_policy(pauses):
     workers = Workers()
-    with server_of_pushes(workers, is_running=is_running) as (client, connection, engine):
+    with server_of_pushes(workers, **pauses) as (client, connection, engine):
         salts = set()
         for weights in (WEIGHTS, WEIGHTS[::-1]):
             reply = pushed(client, connection, push_body(weights, [BUCKET] * 4)).answer()
@@ -417,7 +398,7 @@ def test_a_push_reaches_all_workers_and_tokens_of_mixed_weights_are_of_no_policy
             salts.add(engine.cache_salt)
         assert len(salts) == 2 and None not in salts  # cached prefixes are of one version
     calls = [NONE, "weight_sync_receive", THREE]
-    assert engine.calls == 2 * (["pause", *calls, "resume"] if is_running else calls)
+    assert engine.calls == 2 * (["pause", *calls, "resume"] if pauses else calls)
 
 
 @pytest.mark.parametrize(
@@ -436,10 +417,13 @@ def test_a_push_that_is_not_the_announced_one_changes_nothing(change, body, mess
         assert pushed(client, connection).answer() == PUSHED
 
 
-@pytest.mark.parametrize("at", [0, 3 * BUCKET + 77, NUM_BYTES - 1])
+@pytest.mark.parametrize("at", [0, 3 * BUCKET + 77, NUM_BYTES - 1, None])
 def test_a_bucket_with_other_bytes_than_were_sent_is_loaded_by_no_worker(at):
     body, workers = bytearray(BODY), Workers()
-    body[at] ^= 1
+    if at is None:
+        body = bytes(NUM_BYTES)  # as memory that nobody has written
+    else:
+        body[at] ^= 1
     with server_of_pushes(workers) as (client, connection, _):
         with pytest.raises(
             ServerLostError, match="500: RuntimeError: a bucket of weights has other bytes"
@@ -471,8 +455,9 @@ def test_a_trainer_that_hangs_or_leaves_in_a_push_leaves_no_worker_waiting(
         assert [call for call in engine.calls if call != "weight_sync_receive"] == tears
 
 
-@pytest.mark.parametrize("kind, status", [(RuntimeError, 500), (ValueError, 400)])
-@pytest.mark.parametrize("others_first", [False, True])
+@pytest.mark.parametrize(
+    "kind, status, others_first", [(RuntimeError, 500, False), (ValueError, 400, True)]
+)
 def test_a_worker_that_fails_in_a_push_ends_it_for_all_and_says_why(kind, status, others_first):
     def fail(number, shared):
         for _ in range(3):
@@ -481,11 +466,12 @@ def test_a_worker_that_fails_in_a_push_ends_it_for_all_and_says_why(kind, status
                 raise kind("out of memory")
 
     message = f"{status}: {kind.__name__}: out of memory"
-    with server_of_pushes(Workers(fail)) as (client, connection, engine):
+    with server_of_pushes(Workers(fail), is_running=True) as (client, connection, engine):
         with pytest.raises(InferenceServerError, match=message) as caught:
             pushed(client, connection).answer()
         assert isinstance(caught.value, ServerLostError) == (status == 500)  # and is sent again
-        assert engine.calls == [NONE, "weight_sync_receive"]
+        assert engine.calls == ["pause", NONE, "weight_sync_receive", "resume"]
+        assert engine.admits.is_set()
 
 
 @pytest.mark.parametrize("is_reset", [False, True])
@@ -506,8 +492,8 @@ def test_a_push_that_stalls_until_the_deadline_or_is_reset_is_a_lost_connection(
         assert ("timed out" in str(caught.value)) == (not is_reset)
 
 
-def test_over_nccl_the_id_is_handed_on_and_workers_hear_that_the_trainer_has_left():
-    begun, heard, unique_id = threading.Event(), threading.Semaphore(0), bytes(range(128))
+def test_over_nccl_workers_hear_that_the_trainer_has_left():
+    begun, heard = threading.Event(), threading.Semaphore(0)
 
     def wait(number, shared):  # in NCCL, for a trainer that was killed
         begun.set()
@@ -515,16 +501,11 @@ def test_over_nccl_the_id_is_handed_on_and_workers_hear_that_the_trainer_has_lef
         heard.release()
         raise RuntimeError("given up")
 
-    workers = Workers(take=lambda number, shared: None)
-    with server_of_pushes(workers) as (client, _, _engine):
+    with server_of_pushes(Workers(wait)) as (client, _, _engine):
         with pytest.raises(InferenceServerError, match=r"422: .*'unique_id'"):
             connected(client, unique_id=base64.b64encode(bytes(127)).decode())
-        hold, connection = connected(client, unique_id=base64.b64encode(unique_id).decode())
-        plan, _, given, _ = workers.connections[-1]
-        assert given == unique_id and plan == PLAN.model_dump_json()
-        assert pushed(client, connection, b"").answer() == PUSHED  # without a body
-        workers.take = wait
-        pushing = pushed(client, connection, b"", timeout_s=60.0)
+        hold, connection = connected(client, unique_id=base64.b64encode(bytes(128)).decode())
+        pushing = pushed(client, connection, b"", timeout_s=60.0)  # without a body
         assert begun.wait(10)
         pushing.close()
         assert heard.acquire(timeout=10) and heard.acquire(timeout=10)
@@ -582,14 +563,27 @@ def test_a_server_sleeps_until_the_next_push_and_tries_again_to_wake(monkeypatch
         assert not engine.fails_to_wake and engine.calls[-2:] == [SLEEP, WAKE]
 
 
-@pytest.mark.parametrize("status, is_lost", [(500, True), (502, True), (429, True), (423, False)])
-def test_a_proxy_that_fails_for_seconds_is_a_lost_connection(status, is_lost):
+NOT_OURS = "has no /weight_sync/status: it is not vf-vllm"
+
+
+@pytest.mark.parametrize(
+    "status, text, message, is_lost",
+    [
+        *((status, "bad gateway", f"{status}: bad gateway", True) for status in (429, 500, 502)),
+        (423, "taken", "423: taken", False),
+        (404, "", NOT_OURS, False),
+        *((200, text, NOT_OURS, False) for text in ("<html>", "[]", '{"status": "ok"}')),
+    ],
+)
+def test_a_proxy_that_fails_for_seconds_is_a_lost_connection_and_another_server_none_of_ours(
+    status, text, message, is_lost
+):
     async def answer(request):
-        return web.Response(status=status, text="bad gateway")
+        return web.Response(status=status, text=text)
 
     with (
         in_thread(serving(answer, "/weight_sync/status")) as url,
-        pytest.raises(InferenceServerError, match=f"{status}: bad gateway") as caught,
+        pytest.raises(InferenceServerError, match=message) as caught,
     ):
         InferenceClient("127.0.0.1", int(url.rpartition(":")[2])).status()
     assert isinstance(caught.value, ServerLostError) == is_lost
@@ -604,6 +598,14 @@ def test_a_control_request_that_makes_no_sense_is_refused():
             headers = {"Authorization": f"Bearer {generation_key(client.base_url)}"}
             reply = httpx.post(url, content=content, headers=headers, trust_env=False)
             assert reply.status_code in (400, 422) and reply.json()["detail"]
+
+
+def test_a_request_that_another_thread_has_closed_is_a_lost_server():
+    with server_of() as (client, _):
+        request = client.post("/weight_sync/connect").begin()
+        request.close()
+        with pytest.raises(ServerLostError, match="/weight_sync/connect: given up"):
+            request.answer()
 
 
 # --- Who has the server ---------------------------------------------------------------------------
@@ -629,7 +631,7 @@ def check_refused(client, monkeypatch, name):
             connected(client, trainer=name)
 
 
-def test_a_second_trainer_is_refused_while_the_first_lives(monkeypatch):
+def test_a_second_trainer_is_refused_while_the_first_lives_or_connects_anew(monkeypatch):
     with server_of() as (client, _):
         command = [sys.executable, "-c", HOLDER, str(client.port), json.dumps(CONNECT)]
         first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
@@ -637,23 +639,16 @@ def test_a_second_trainer_is_refused_while_the_first_lives(monkeypatch):
             child = int(first.stdout.readline())
             check_refused(client, monkeypatch, "second")
             first.kill()  # and a process that it has forked lives on
-            connected(client, trainer="second")[0].close()
+            second, _ = connected(client, trainer="second")
+            again, _ = connected(client, trainer="second")  # its old connection is not closed yet
+            second.close()
+            check_refused(client, monkeypatch, "third")
+            again.close()
+            connected(client, trainer="third")[0].close()
         finally:
             first.kill()
             os.kill(child, signal.SIGKILL)
             first.communicate()
-
-
-def test_a_trainer_that_connects_anew_or_leaves_is_not_in_the_way(monkeypatch):
-    with server_of() as (client, _):
-        first, _ = connected(client)
-        again, _ = connected(client)  # its old connection is not closed yet
-        first.close()
-        check_refused(client, monkeypatch, "second")
-        again.close()
-        second, _ = connected(client, trainer="second")
-        check_refused(client, monkeypatch, "first")
-        second.close()
 
 
 def test_a_server_that_ends_is_not_kept_by_its_trainer():
@@ -697,8 +692,9 @@ def test_a_grammar_that_takes_long_to_compile_is_refused():
         check_grammar(SimpleNamespace(choice=[str(i) for i in range(100_000)]))
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions/tokens", "/v1/completions"])
-@pytest.mark.parametrize("announced", [True, False])
+@pytest.mark.parametrize(
+    "path, announced", [("/v1/chat/completions/tokens", False), ("/v1/completions", True)]
+)
 def test_a_body_is_read_up_to_a_bound(monkeypatch, path, announced):
     monkeypatch.setattr("verifiers_rl.inference.gateway.MAX_BODY_BYTES", 10_000)
     sent = b'{"prompt": "%s"}' % (b"a" * 20_000)
@@ -715,7 +711,6 @@ PAGE = "https://a.page"
     "args, headers, status",
     [
         ({}, {"Host": "127.0.0.1:9000"}, 404),  # through a tunnel
-        ({"host": "::1"}, {"Host": "[::1]"}, 404),
         ({}, {"Host": "a.page:8000"}, 400),  # a name that a page has let lead here
         ({}, {"Host": "127.0.0.1.a.page"}, 400),
         ({"host": "0.0.0.0"}, {"Host": "gpu-box:8000"}, 404),
@@ -723,7 +718,6 @@ PAGE = "https://a.page"
         ({}, {"Origin": "null"}, 403),
         ({"allowed_origins": [PAGE]}, {"Origin": PAGE}, 404),
         ({"allowed_origins": [PAGE]}, {"Origin": "https://another.page"}, 403),
-        ({"allowed_origins": ["*"]}, {"Origin": PAGE}, 404),
     ],
 )
 def test_a_server_is_asked_by_its_own_name_and_by_pages_that_were_invited(args, headers, status):
@@ -789,17 +783,12 @@ def test_vllms_parser_has_our_defaults_and_a_seed_for_each_server():
     assert first.seed != second.seed
 
 
-def test_a_reserved_port_is_refused_to_others_until_its_holder_ends(monkeypatch):
+def test_a_reserved_port_is_refused_to_others_until_its_holder_ends():
     port, held = reserve_port("127.0.0.1", 0)
     with pytest.raises(PortError, match=f":{port}: Address already in use"):
         reserve_port("0.0.0.0", port)
-    monkeypatch.setenv(RESERVED_VARIABLE, str(port))  # by the vf-rl that has started us
-    reserve_port("127.0.0.1", port)[1].close()
-    monkeypatch.delenv(RESERVED_VARIABLE)
     held.close()
     reserve_port("127.0.0.1", port)[1].close()
-    with pytest.raises(PortError, match=r"cannot listen on 192\.0\.2\.1"):
-        reserve_port("192.0.2.1", port)
 
 
 def test_a_salt_of_a_request_stands_beside_that_of_the_weights(monkeypatch):
@@ -813,28 +802,20 @@ def test_a_salt_of_a_request_stands_beside_that_of_the_weights(monkeypatch):
     engine = object.__new__(RolloutEngine)
     engine.admits = asyncio.Event()
     engine.admits.set()
-
-    async def salt_of(prompt, salt):
-        engine.cache_salt = salt
-        return (await engine.add_request("1", prompt, None)).get("cache_salt")
-
-    for prompt, salt, expected in (
-        ({}, None, None),
-        ({"cache_salt": "own"}, None, "own"),
-        ({}, "v3", "v3"),
-        ({"cache_salt": "own"}, "v3", "v3own"),
-    ):
-        assert asyncio.run(salt_of(prompt, salt)) == expected
+    engine.cache_salt = "v3"
+    for prompt, expected in (({}, "v3"), ({"cache_salt": "own"}, "v3own")):
+        asked = asyncio.run(engine.add_request("1", prompt, None))
+        assert asked["cache_salt"] == expected
 
 
 def test_a_push_that_takes_too_long_ends_though_each_bucket_comes_in_time():
     def load_slowly(number, shared):
         for _ in range(4):
-            time.sleep(0.3)
+            time.sleep(0.15)
             shared.receive(number, BUCKET)
 
     with (
         server_of_pushes(Workers(load_slowly)) as (client, connection, _),
-        pytest.raises(ServerLostError, match=r"409: .* 0\.5 s \(vllm_server_timeout\)"),
+        pytest.raises(ServerLostError, match=r"409: .* 0\.3 s \(vllm_server_timeout\)"),
     ):
-        pushed(client, connection, timeout_s=0.5).answer(10.0)
+        pushed(client, connection, timeout_s=0.3).answer(10.0)

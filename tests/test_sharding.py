@@ -182,10 +182,9 @@ COMPARED = {"loss", "grad_norm", "entropy", "mismatch_kl", "importance_ratio_max
 CASES = [
     "full", "full-tied-checkpointing", "full-single-constant", "adapter",
     "adapter-single-token", "merged-checkpointing", "full-sgd-token-gspo",
-    "adapter-sgd-constant", "full-sgd-bf16", "adapter-sgd-bf16", "full-sgd", "adapter-sgd",
+    "full-sgd-bf16", "adapter-sgd-bf16", "full-sgd", "adapter-sgd",
     "adapter-entropy", "full-sgd-tree", "adapter-tree-checkpointing",
-    "full-sgd-each", "full-sgd-once",
-    "full-sgd-bf16-chunks",
+    "full-sgd-each", "full-sgd-once", "full-sgd-bf16-chunks",
 ]  # fmt: skip
 
 
@@ -302,7 +301,6 @@ WHOLE = {
     "plugin, options, message",
     [
         ("fsdp", {"fsdp_version": 1}, "fsdp_version=1: not supported"),
-        ("fsdp", {}, "kl_beta without LoRA"),
         ("deepspeed", {}, "kl_beta without LoRA"),
         ("fsdp", {"cpu_offload": CPUOffloadPolicy()}, "cpu_offload: not supported"),
         (
