@@ -218,9 +218,6 @@ def make_source_and_sink(
 def make_pool(tokenizer: Any, args: Any) -> ServerPool:
     """Make the pool of the run's servers, one or several."""
 
-    def check_server(client: InferenceClient) -> None:
-        check_options(client.base_url, client.status(), args)
-
     def compare(model: Any, client: InferenceClient, model_name: str) -> None:
         if not is_split(model):  # else it would need all ranks
             check_agreement(model, client, model_name, tokenizer, args)
@@ -233,10 +230,11 @@ def make_pool(tokenizer: Any, args: Any) -> ServerPool:
         trainer=secrets.token_hex(8),  # a server that was lost may still count on the hold before
     )
     clients = [InferenceClient(*address) for address in args.servers()]
+    check_server = partial(check_options, args)
     return ServerPool(clients, make_sync, check_server, compare, args.lora_sync, timeout_s)
 
 
-def check_options(url: str, status: dict[str, Any], args: Any) -> None:
+def check_options(args: Any, url: str, status: dict[str, Any]) -> None:
     """Say what a server of this status lacks for options of the run.
 
     Raises:

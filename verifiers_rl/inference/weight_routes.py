@@ -152,7 +152,6 @@ class WeightRoutes:
             "dtype": str(model.dtype).removeprefix("torch."),
             "lora_dtype": str(lora.lora_dtype).removeprefix("torch.") if lora else None,
             "quantization": model.quantization,
-            "model": model.model,
             "served_model_name": self.vllm.openai_serving_models.model_name(),
             "max_model_len": model.max_model_len,
             "joined": self._joined,
