@@ -1,8 +1,8 @@
 """vLLM's scheduler, which sends a reply's logprobs with its last token.
 
-vLLM sends those of each token by itself, in three arrays. To write and read these takes 40 us a
-token, of which most is in the server's process: of 512 replies at a time 20 ms a step, which is
-twice as long as a GPU needs for a small model (benchmarks/README.md).
+vLLM sends those of each token by itself, in three arrays. Of 512 replies at a time the server's
+process needs 10 ms a step or more to read these, about as long as a GPU needs to compute the step
+of a small model (benchmarks/README.md).
 """
 
 from __future__ import annotations
