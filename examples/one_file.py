@@ -173,7 +173,6 @@ def main() -> None:
     server = InferenceClient("127.0.0.1", options.port)
     pool = ServerPool([server])  # of one server
     pool.wait_until_ready()
-    server.check_model(model.config)
     direct = httpx.Client(trust_env=False, timeout=600)  # no proxy: the server is beside us
     url, key = f"{server.base_url}/v1", generation_key(server.base_url)
     client = openai.OpenAI(base_url=url, api_key=key, http_client=direct)

@@ -70,6 +70,8 @@ def test_each_completion_of_a_group_is_a_line_as_soon_as_it_has_ended():
     async def outputs():
         for index, reason, num_lines in ((2, "stop", 1), (0, "error", 1), (1, "length", 2)):
             completion = ended((0, "3"), index=index, finish_reason=reason)
+            if reason == "error":  # before its first token
+                completion.token_ids, completion.logprobs = [], []
             generation.end(completion)
             yield SimpleNamespace(outputs=[completion])
             assert len(lines) == num_lines

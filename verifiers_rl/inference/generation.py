@@ -164,7 +164,7 @@ class Generation:
         is_known = spans and all(span.version.isdigit() for span in spans)
         texts = (f"{span.start}:{span.version}" for span in spans)
         self.versions = ",".join(texts) if is_known else None
-        if self.tokens is not None:
+        if self.tokens is not None and completion.logprobs:  # else it failed before a token
             ids, logprobs, _ = join_logprobs(completion.logprobs)  # see `engine.keep_arrays`
             mask = allowed_of(ids, logprobs) if self.tokens.num_logprobs else None
             of_sampled = logprobs[:, 0].clip(min=LOWEST_LOGPROB)
