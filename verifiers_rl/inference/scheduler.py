@@ -37,7 +37,7 @@ def keep_logprobs(request: Any, output: Any) -> None:
     """Move the logprobs of one step's output to the request, or all of them into its last output.
     Not of a stream, nor where the server's process looks for the end of the reply (`stop`).
     """
-    kept: list[LogprobsLists] = vars(request).setdefault("kept_logprobs", [])
+    kept = vars(request).setdefault("kept_logprobs", [])
     sampling, new = request.sampling_params, output.new_logprobs
     is_whole = sampling is not None and sampling.output_kind == RequestOutputKind.FINAL_ONLY
     if new is not None and is_whole and not sampling.stop:
