@@ -202,6 +202,9 @@ def cost_in_trainer(way: str, num_rollouts: int, length: int, traced: bool) -> d
 
 def cost_in_server(way: str, num_rollouts: int, length: int) -> dict[str, float]:
     """Microseconds of the API server's thread for each sampled token."""
+    import verifiers_rl  # noqa: F401 (before vLLM: see its torchvision_operators.py)
+
+    # isort: split
     from starlette.responses import JSONResponse
     from vllm.entrypoints.openai.chat_completion.protocol import (
         ChatCompletionResponse,
