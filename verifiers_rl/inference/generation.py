@@ -165,9 +165,9 @@ class Generation:
         texts = (f"{span.start}:{span.version}" for span in spans)
         self.versions = ",".join(texts) if is_known else None
         if self.tokens is not None and completion.logprobs:  # else it failed before a token
-            ids, logprobs, _ = join_logprobs(completion.logprobs)  # see `engine.keep_arrays`
+            ids, logprobs = join_logprobs(completion.logprobs)  # see `engine.keep_arrays`
             mask = allowed_of(ids, logprobs) if self.tokens.num_logprobs else None
-            of_sampled = logprobs[:, 0].clip(min=LOWEST_LOGPROB)
+            of_sampled = logprobs[:, 0].clip(LOWEST_LOGPROB)
             packed = pack_sampled(completion.token_ids, of_sampled, mask)
             self.packed = f'"{FIELD}":{json.dumps(packed)},'.encode()
 
@@ -178,12 +178,12 @@ class Generation:
 
 
 def join_logprobs(parts: Sequence[Any]) -> list[np.ndarray]:
-    """Join vLLM's `LogprobsLists` of a request: ids and logprobs, (tokens, K), and ranks of sampled
-    tokens. The sampled token comes first, then the K - 1 likeliest ones in their order. A part has
-    as many as the request of its step that asked for most.
+    """Join vLLM's `LogprobsLists` of a request: ids and logprobs, (tokens, K). The sampled token
+    comes first, then the K - 1 likeliest ones in their order. A part has as many as the request of
+    its step that asked for most.
     """
-    width = min(logprobs.shape[1] for _, logprobs, *_ in parts)
-    cut = [(ids[:, :width], logprobs[:, :width], ranks) for ids, logprobs, ranks, _ in parts]
+    width = min(part.shape[1] for part, *_ in parts)
+    cut = [(ids[:, :width], logprobs[:, :width]) for ids, logprobs, *_ in parts]
     return [np.concatenate(column) for column in zip(*cut, strict=True)]
 
 
