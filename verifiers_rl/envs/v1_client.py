@@ -31,7 +31,7 @@ _OTHERS = {"repetition_penalty", "presence_penalty", "frequency_penalty", "logit
 _OTHERS |= {"tool_choice", "response_format", "structured_outputs"}
 # All that an agent usually sets; vLLM knows more.
 SAMPLING = {*vf.SamplingConfig.model_fields, *_OF_MASK, *_OTHERS, "chat_template_kwargs"}
-SAMPLING |= {"seed", "stop", "stop_token_ids", "length_penalty", "repetition_detection"}
+SAMPLING |= {"stop", "stop_token_ids", "repetition_detection"}
 CONTEXT = "context length"  # by these words, harnesses recognize a prompt that is too long
 _NEUTRAL: tuple[Any, ...] = (None, 0, {}, [], "auto", "none", {"type": "text"})
 
