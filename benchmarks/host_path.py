@@ -220,7 +220,7 @@ def cost_in_server(way: str, num_rollouts: int, length: int) -> dict[str, float]
 
     from examples.warm_start import make_tokenizer
     from verifiers_rl.inference.engine import keep_arrays
-    from verifiers_rl.inference.generation import Generation, TokenRequest
+    from verifiers_rl.inference.generation import TokenRequest
     from verifiers_rl.inference.packed_tokens import pack_ids
 
     tokenizer = make_tokenizer()
@@ -230,8 +230,8 @@ def cost_in_server(way: str, num_rollouts: int, length: int) -> dict[str, float]
 
     def serve(token_ids: np.ndarray, logprobs: np.ndarray) -> bytes:
         is_packed = way == "after"
-        tokens = TokenRequest({"tokens": pack_ids([1])}, VOCAB, 2 * MAX_TOKENS)
-        generation = Generation(tokens if is_packed else None)
+        fields = {"tokens": pack_ids([1]), "seeds": [None]}
+        request = TokenRequest(fields, VOCAB, 2 * MAX_TOKENS)
         processor = LogprobsProcessor.from_new_request(tokenizer, asked)
         if is_packed:
             keep_arrays(processor)
@@ -242,7 +242,7 @@ def cost_in_server(way: str, num_rollouts: int, length: int) -> dict[str, float]
             processor.update_from_output(EngineCoreOutput("r", [], new_logprobs=new))
         ids = token_ids.tolist()
         kept = processor.logprobs
-        generation.end(SimpleNamespace(token_ids=ids, logprobs=kept, weight_versions=None))
+        ended = SimpleNamespace(index=0, token_ids=ids, logprobs=kept, weight_versions=None)
         content = None
         if not is_packed:
             content = chat._create_chat_logprobs(
@@ -254,8 +254,9 @@ def cost_in_server(way: str, num_rollouts: int, length: int) -> dict[str, float]
             token_ids=None if is_packed else ids,
         )  # fmt: skip
         response = ChatCompletionResponse(model="m", choices=[choice], usage=UsageInfo())
-        body = bytes(JSONResponse(response.model_dump()).body)
-        return body[:1] + generation.packed + body[1:]
+        if is_packed:
+            return request.line_of(ended, response.model_dump_json()).encode()
+        return bytes(JSONResponse(response.model_dump()).body)
 
     inputs = [sampled_by_the_server(length, seed) for seed in range(4)]
     serve(*inputs[0])

@@ -96,8 +96,8 @@ def serve(folder: str) -> None:
         body = await request.json()
         has_result = result in unpack_ids(body["tokens"])
         finish = "tool_calls" if body.get("tools") and not has_result else "stop"
-        headers = {"X-Policy-Versions": "0:0"}
-        return web.Response(body=replies[finish], content_type="application/json", headers=headers)
+        places = range(len(body["seeds"]))
+        return web.Response(body=b"".join(b"%d 0:0 %b\n" % (n, replies[finish]) for n in places))
 
     app = web.Application(client_max_size=2**30)
     app.router.add_post("/v1/chat/completions/tokens", answer)

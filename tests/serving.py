@@ -21,9 +21,10 @@ class OfGroup:
         return self.body
 
 
-def answering_groups(handler):
-    """A handler that also answers requests for groups, as `vf-vllm` does: by a line for each, as
-    soon as this handler has answered it. One that is an error has none.
+def replying_in_lines(handler):
+    """A handler of the token route that replies as `vf-vllm` does, by a line for each of the seeds,
+    as soon as this handler has answered it; "versions" are in a header. One that is an error has
+    none, but if it is the only one, the error is the reply.
     """
 
     async def answer(request):
@@ -31,29 +32,34 @@ def answering_groups(handler):
         if "seeds" not in body:
             return await handler(request)
         lines = web.StreamResponse()
-        await lines.prepare(request)
 
         async def answer_one(place, seed):
             own = {name: value for name, value in body.items() if name != "seeds"}
             own |= {} if seed is None else {"seed": seed}
             reply = await handler(OfGroup(request, own))
+            if reply.status != 200 and len(body["seeds"]) == 1:
+                return reply
+            await lines.prepare(request)
             if reply.status == 200 and not request.transport.is_closing():
-                versions = reply.headers.get("X-Policy-Versions", "")
+                versions = reply.headers.get("versions", "")
                 await lines.write(f"{place} {versions} ".encode() + reply.body + b"\n")
+            return lines
 
         async with asyncio.TaskGroup() as tasks:
-            for place, seed in enumerate(body["seeds"]):
+            replies = [
                 tasks.create_task(answer_one(place, seed))
-        return lines
+                for place, seed in enumerate(body["seeds"])
+            ]
+        return replies[-1].result()
 
     return answer
 
 
 @asynccontextmanager
-async def serving(handler, path="/v1/chat/completions", knows_groups=False):
+async def serving(handler, path="/v1/chat/completions", has_lines=False):
     """The base URL of an HTTP server on loopback that answers this path with the handler."""
     app = web.Application()
-    app.router.add_route("*", path, handler if knows_groups else answering_groups(handler))
+    app.router.add_route("*", path, handler if has_lines else replying_in_lines(handler))
     runner = web.AppRunner(app, shutdown_timeout=1, handler_cancellation=True)
     await runner.setup()
     try:

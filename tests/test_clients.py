@@ -18,16 +18,17 @@ from verifiers_rl.inference.client import (
     InferenceServerError,
     ServerLostError,
 )
-from verifiers_rl.inference.packed_tokens import pack_sampled
+from verifiers_rl.inference.packed_tokens import pack_sampled, unpack_ids
 from verifiers_rl.inference.rollout_client import ServerClient
 from verifiers_rl.inference.session import RolloutSession, derive_seed
 
+TOKENS_PATH = "/v1/chat/completions/tokens"
 REPLY = {**chat_reply("yes"), "packed_tokens": pack_sampled([5], np.zeros(1))}
 
 
-async def with_client(handler, use, timeout_s=10.0, **options):
+async def with_client(handler, use, timeout_s=10.0, path=TOKENS_PATH, **options):
     """Use a client of an HTTP server with this handler."""
-    async with serving(handler, **options) as url:
+    async with serving(handler, path, **options) as url:
         client = ServerClient(f"{url}/v1", timeout_s)
         try:
             return await asyncio.wait_for(use(client), 10)
@@ -36,8 +37,7 @@ async def with_client(handler, use, timeout_s=10.0, **options):
 
 
 def ask(client):
-    body = {"messages": [{"role": "user", "content": "hello"}]}
-    return client.post("/chat/completions", body=body)
+    return client.reply_to({"model": "m"}, [5])
 
 
 class Outcomes:
@@ -57,7 +57,7 @@ class Outcomes:
             await asyncio.Event().wait()
         elif outcome != 200:
             return web.json_response({"error": {"message": "because"}}, status=outcome)
-        return web.json_response(REPLY, headers={"X-Policy-Versions": "0:9,3:8"})
+        return web.json_response(REPLY, headers={"versions": "0:9,3:8"})
 
     def post(self, timeout_s=10.0):
         return asyncio.run(with_client(self.answer, ask, timeout_s))
@@ -118,11 +118,12 @@ def test_a_lost_connection_an_error_or_a_busy_server_is_tried_again(monkeypatch,
     monkeypatch.delenv(TOKEN_VARIABLE)
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     handler = Outcomes(*outcomes)
-    assert handler.post().json() == REPLY
+    reply = handler.post()
+    assert reply.policy_versions == [(0, 9), (3, 8)] and reply.sampled[0].tolist() == [5]
     assert len(handler.requests) == len(outcomes)
     for headers, body in handler.requests:
         assert headers["Authorization"] == "Bearer secret"
-        assert body == {"messages": [{"role": "user", "content": "hello"}]}
+        assert body["model"] == "m" and unpack_ids(body["tokens"]).tolist() == [5]
 
 
 @pytest.mark.parametrize(
@@ -145,6 +146,34 @@ def test_what_does_not_pass_is_an_error_of_openai_with_the_servers_reason(
     if outcome != "lost":
         assert caught.value.status_code == outcome and "because" in str(caught.value)
     assert num_tries in (len(handler.requests), None)
+
+
+def test_a_request_has_the_next_seed_of_its_rollout_or_its_own():
+    handler, session = Outcomes(200), RolloutSession(0, None, 7, 3)
+
+    async def use(client):
+        for own in ({}, {"seed": 9}, {}):
+            await client.of_rollout(session).reply_to({"model": "m"} | own, [5])
+
+    asyncio.run(with_client(handler.answer, use))
+    seeds = [body["seed"] for _, body in handler.requests]
+    assert seeds == [derive_seed(7, 3, 1), 9, derive_seed(7, 3, 3)]
+
+
+def test_a_page_of_a_proxy_is_a_passing_fault_and_a_lost_server_when_it_stays(monkeypatch):
+    monkeypatch.setattr(rollout_client, "FAULT_S", 0.7)
+    replies = [web.Response(text="<html>") for _ in range(2)]
+    replies.insert(1, web.Response(text=f"0  {json.dumps(REPLY)}\n"))
+
+    async def answer(request):
+        return replies.pop() if replies else web.Response(text="<html>")
+
+    async def use(client):
+        assert (await ask(client)).completion["choices"]
+        with pytest.raises(openai.APIConnectionError, match="the server's reply has no tokens"):
+            await ask(client)
+
+    asyncio.run(with_client(answer, use, has_lines=True))
 
 
 @pytest.mark.parametrize("outcome", ["lost", "silent", 404, 500, 200])
@@ -187,12 +216,10 @@ def test_a_request_ends_at_the_deadline_of_its_rollout(by_another_task):
 
 # --- Groups ---------------------------------------------------------------------------------------
 
-TOKENS_PATH = "/v1/chat/completions/tokens"
-
 
 class GroupServer:
     """Answers requests for a group with the lines of these places, then what `last` is: "end", a
-    connection that it closes, or nothing until the client is gone. Other requests get a reply.
+    connection that it closes, or nothing until the client is gone. Requests for one get it.
     """
 
     def __init__(self, places=(), last="end"):
@@ -202,8 +229,8 @@ class GroupServer:
 
     async def answer(self, request):
         self.bodies.append(body := await request.json())
-        if "seeds" not in body:
-            return web.json_response({**REPLY, "seed": body.get("seed")})
+        if len(seeds := body["seeds"]) == 1:
+            return web.Response(text=f"0  {json.dumps({**REPLY, 'seed': seeds[0]})}\n")
         if self.last == "refused":
             return web.json_response({"error": "because"}, status=400)
         reply = web.StreamResponse()
@@ -211,7 +238,7 @@ class GroupServer:
         try:
             for place in self.places:
                 await self.next.acquire()
-                line = json.dumps({**REPLY, "seed": body["seeds"][place]})
+                line = json.dumps({**REPLY, "seed": seeds[place]})
                 await reply.write(b": keep-alive\n\n")  # vLLM's --sse-keep-alive-interval
                 # In two parts, as the network cuts them.
                 await reply.write(f"{place} 0:{place} {line[:9]}".encode())
@@ -239,7 +266,7 @@ def ask_first(client, number, prompt=(1, 2), timeout_s=5.0):
 
 
 def play_group(server, use):
-    return asyncio.run(with_client(server.answer, use, path=TOKENS_PATH, knows_groups=True))
+    return asyncio.run(with_client(server.answer, use, has_lines=True))
 
 
 def seed_of(number):
@@ -260,10 +287,9 @@ def test_the_first_requests_of_a_group_are_sent_as_one_and_each_gets_its_own_rep
 
     replies, other = play_group(server, use)
     assert replies == [(seed_of(number), [(0, number)]) for number in (2, 0, 1)]
-    assert other == (seed_of(0), None)
-    together, alone = sorted(server.bodies, key=lambda body: "seeds" not in body)
-    assert together["seeds"] == [seed_of(number) for number in range(3)] and "seed" not in together
-    assert alone["seed"] == seed_of(0) and len(server.bodies) == 2
+    assert other == (seed_of(0), [])
+    seeds = sorted((body["seeds"] for body in server.bodies), key=len)
+    assert seeds == [[seed_of(0)], [seed_of(number) for number in range(3)]]
 
 
 @pytest.mark.parametrize("last", ["end", "lost", "refused"])
@@ -275,7 +301,7 @@ def test_a_rollout_of_a_group_without_a_reply_asks_by_itself_with_its_seed(last)
 
     replies = play_group(server, use)
     assert [seed for seed, _ in replies] == [seed_of(number) for number in range(3)]
-    own = {body["seed"] for body in server.bodies if "seed" in body}
+    own = {body["seeds"][0] for body in server.bodies if len(body["seeds"]) == 1}
     assert own == {seed_of(n) for n in range(3) if n != 1 or last == "refused"}
 
 
@@ -301,9 +327,9 @@ def test_a_request_is_sent_though_the_one_that_it_joins_has_just_been_cancelled(
         first = ask_first(client, 0)
         await asyncio.sleep(0)  # it waits for others
         first.cancel()
-        assert await ask_first(client, 1) == (seed_of(1), None)
+        assert await ask_first(client, 1) == (seed_of(1), [])
         with pytest.raises(asyncio.CancelledError):
             await first
 
     play_group(server, use)
-    assert [body["seed"] for body in server.bodies] == [seed_of(1)]
+    assert [body["seeds"] for body in server.bodies] == [[seed_of(1)]]

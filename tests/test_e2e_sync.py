@@ -1,5 +1,6 @@
 """Weights from a trainer's model to the real vLLM server, checked by the logprobs it returns."""
 
+import json
 import os
 import signal
 import subprocess
@@ -34,6 +35,7 @@ from verifiers_rl.inference.client import (
     InferenceServerError,
     ServerLostError,
 )
+from verifiers_rl.inference.packed_tokens import pack_ids, unpack_sampled
 from verifiers_rl.models import load_policy
 from verifiers_rl.router_replay import routers_of
 from verifiers_rl.sync.weight_sync import WeightSync
@@ -130,25 +132,21 @@ def perturb(model, seed, scale=0.02, part=""):
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
 
 
-def ask(server, model_name, engine=0, **options):
-    """The reply to a completion of 80 tokens, unless the options say otherwise. That takes long
-    enough for a push in its middle.
+def ask(server, model_name, engine=0, prompt=PROMPT[:40], seed=None, **options):
+    """Tokens that the server samples, their logprobs, and from which of them on which policy did:
+    80 tokens, unless the options say otherwise. That takes long enough for a push in its middle.
     """
-    body = {"model": model_name, "prompt": PROMPT[:40], "max_tokens": 80, "temperature": 1.0}
-    body |= {"ignore_eos": True, "logprobs": 0, "return_token_ids": True, **options}
+    body = {"model": model_name, "messages": [{"role": "user", "content": "."}]}
+    body |= {"tokens": pack_ids(prompt), "seeds": [seed], "max_tokens": 80, "temperature": 1.0}
     headers = {"X-data-parallel-rank": str(engine)} if engine else {}
-    url = f"{server.url}/v1/completions"
+    url = f"{server.url}/v1/chat/completions/tokens"
+    body |= {"ignore_eos": True, **options}
     reply = httpx.post(url, json=body, headers=headers, timeout=60, trust_env=False)
     assert reply.status_code == 200, reply.text
-    return reply
-
-
-def parts_of(reply):
-    """Sampled tokens, their logprobs, and from which of them on which policy sampled."""
-    choice = reply.json()["choices"][0]
-    spans = [span.split(":") for span in reply.headers["x-policy-versions"].split(",")]
-    spans = [(int(start), int(version)) for start, version in spans]
-    return choice["token_ids"], choice["logprobs"]["token_logprobs"], spans
+    _, versions, content = reply.text.split(" ", 2)
+    token_ids, logprobs = unpack_sampled(json.loads(content)["packed_tokens"])
+    spans = [span.split(":") for span in versions.split(",")]
+    return token_ids.tolist(), logprobs, [(int(start), int(version)) for start, version in spans]
 
 
 @torch.no_grad()
@@ -163,11 +161,9 @@ def largest_difference(model, server, model_name, engine=0):
     difference = 0.0
     # Twice: the second request finds the prompt in the prefix cache.
     for seed in range(2):
-        body = {"prompt": PROMPT, "max_tokens": 32, "seed": seed}
-        reply = ask(server, model_name, engine, **body).json()["choices"][0]
-        expected = logprobs_under(model, reply["token_ids"], PROMPT)
-        given = torch.tensor(reply["logprobs"]["token_logprobs"])
-        difference = max(difference, (given - expected).abs().max().item())
+        token_ids, given, _ = ask(server, model_name, engine, PROMPT, seed, max_tokens=32)
+        expected = logprobs_under(model, token_ids, PROMPT)
+        difference = max(difference, (torch.tensor(given) - expected).abs().max().item())
     return difference
 
 
@@ -405,7 +401,7 @@ def check_tokens_on_both_sides(kind, folder, server, connect, num_requests=1, sl
                 time.sleep(0.5)
                 assert not waiting.done()
             push_to(sync, models[1], 1)
-        results = [parts_of(request.result()) for request in running]
+        results = [request.result() for request in running]
         if all(len(spans) == 2 for _, _, spans in results):
             break
     for token_ids, logprobs, spans in results:
@@ -421,7 +417,7 @@ def check_tokens_on_both_sides(kind, folder, server, connect, num_requests=1, sl
         # the new weights are over the old ones' keys and values: neither policy's logprobs.
         assert new[split:].max() < 1e-4 if sleeps else new[split:].max() > 1e-3
     if sleeps:
-        assert parts_of(waiting.result())[2] == [(0, 1)]
+        assert waiting.result()[2] == [(0, 1)]
     # What the push left in the prefix cache serves nobody after it.
     assert largest_difference(models[1], server, sync.model_name) < 1e-4
 

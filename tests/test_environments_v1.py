@@ -121,7 +121,7 @@ class Server:
         )  # fmt: skip
         packed = pack_sampled(tokens, np.array([-0.1 * (t % 7) for t in tokens]), mask)
         reply |= {"model": body["model"], "usage": None, "packed_tokens": packed}
-        return web.json_response(reply, headers={"X-Policy-Versions": f"0:{version}"})
+        return web.json_response(reply, headers={"versions": f"0:{version}"})
 
 
 @asynccontextmanager

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from verifiers_rl.inference.generation import (
-    Generation,
     TokenRequest,
-    current_generation,
+    current_request,
     join_logprobs,
     reply_in_lines,
 )
@@ -17,7 +16,8 @@ from verifiers_rl.inference.packed_tokens import pack_ids, pack_sampled
 
 
 def make_request(**fields):
-    return TokenRequest({"tokens": pack_ids([1, 2])} | fields, vocab_size=10, max_model_len=5)
+    fields = {"tokens": pack_ids([1, 2]), "seeds": [None]} | fields
+    return TokenRequest(fields, vocab_size=10, max_model_len=5)
 
 
 @pytest.mark.parametrize(
@@ -62,45 +62,57 @@ class Chat:
         return SimpleNamespace(model_dump_json=lambda: text)
 
 
-def test_each_completion_of_a_group_is_a_line_as_soon_as_it_has_ended():
-    """One that has failed has none."""
-    chat, lines = Chat(), []
-    reply_in_lines(chat)
-    generation = Generation(make_request(seeds=[5, 6, None]))
-
-    async def outputs():
-        for index, reason, num_lines in ((2, "stop", 1), (0, "error", 1), (1, "length", 2)):
-            completion = ended((0, "3"), index=index, finish_reason=reason)
-            if reason == "error":  # before its first token
-                completion.token_ids, completion.logprobs = [], []
-            generation.end(completion)
-            yield SimpleNamespace(outputs=[completion])
-            assert len(lines) == num_lines
+def replies_to(outputs, lines):
+    """Add what the token route replies to these outputs of vLLM, a line at a time."""
+    reply_in_lines(chat := Chat())
 
     async def run():
-        current_generation.set(generation)
-        async for line in await chat.chat_completion_full_generator(None, outputs()):
+        current_request.set(make_request(seeds=[5, 6, None]))
+        async for line in await chat.chat_completion_full_generator(None, outputs):
             lines.append(line.split(" ", 2))
 
     asyncio.run(run())
+
+
+def test_each_completion_is_a_line_as_soon_as_it_has_ended():
+    """One that has failed has none."""
+    lines = []
+
+    async def outputs():
+        for index, reason, num_lines in ((2, "stop", 0), (0, "error", 1), (1, "length", 1)):
+            completion = ended((0, "3"), index=index, finish_reason=reason)
+            if reason == "error":  # before its first token
+                completion.token_ids, completion.logprobs = [], []
+            assert len(lines) == num_lines
+            yield SimpleNamespace(outputs=[completion])
+
+    replies_to(outputs(), lines)
     assert [line[:2] for line in lines] == [["2", "0:3"], ["1", "0:3"]]
     packed = pack_sampled([7], [-9999])
     replies = [{"packed_tokens": packed, "id": index} for index in (2, 1)]
     assert [json.loads(reply) for _, _, reply in lines] == replies
 
 
+@pytest.mark.parametrize("reasons", [(), ("error", "abort")])
+def test_a_request_without_any_line_is_an_error(reasons):
+    async def outputs():
+        for reason in reasons:
+            yield SimpleNamespace(outputs=[ended((0, "3"), finish_reason=reason)])
+
+    with pytest.raises(RuntimeError, match="ended every completion before its end"):
+        replies_to(outputs(), [])
+
+
 @pytest.mark.parametrize(
     "spans, versions",
     [
         ([(0, "3"), (2, "4")], "0:3,2:4"),
-        ([(0, "3"), (1, "none")], None),  # while a push mixes two
-        ([], None),
+        ([(0, "3"), (1, "none")], ""),  # while a push mixes two
+        ([], ""),
     ],
 )
 def test_only_tokens_of_a_known_policy_have_versions(spans, versions):
-    generation = Generation()
-    generation.end(ended(*spans))
-    assert generation.versions == versions
+    assert make_request().line_of(ended(*spans), "{}").split(" ")[1] == versions
 
 
 def test_parts_of_logprobs_are_joined_at_the_width_that_all_have():

@@ -87,7 +87,8 @@ def test_a_mask_has_all_tokens_that_could_be_sampled():
 
 def test_a_request_with_a_mask_asks_vllm_for_the_likeliest_tokens():
     def num_logprobs(top_k, sampling_mask=True):
-        fields = {"tokens": pack_ids([1]), "sampling_mask": sampling_mask, "top_k": top_k}
+        fields = {"tokens": pack_ids([1]), "seeds": [0], "sampling_mask": sampling_mask}
+        fields["top_k"] = top_k
         return TokenRequest(fields, vocab_size=300, max_model_len=5).num_logprobs
 
     assert (num_logprobs(100), num_logprobs(290)) == (132, 300)  # the whole vocabulary

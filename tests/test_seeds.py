@@ -55,11 +55,10 @@ def test_a_run_that_goes_on_in_its_process_has_the_seeds_that_it_had(make_orches
     assert all(first == again for first, again in runner.seeds.values())
 
 
-def test_a_rollout_sends_its_seeds_unless_the_request_has_its_own():
+def test_each_request_of_a_rollout_has_a_seed_of_its_own():
     seeded = RolloutSession(0, group_seed=5, number=3)
-    sent = [seeded.with_seed(body) for body in ({}, {}, {"seed": 9})]
-    assert sent == [{"seed": derive_seed(5, 3, 1)}, {"seed": derive_seed(5, 3, 2)}, {"seed": 9}]
-    assert RolloutSession(0).with_seed({}) == {}
+    assert [seeded.next_seed() for _ in range(2)] == [derive_seed(5, 3, n) for n in (1, 2)]
+    assert RolloutSession(0).next_seed() is None
 
 
 def test_a_server_that_lacks_what_options_need_is_refused(monkeypatch, caplog):

@@ -113,7 +113,7 @@ class Server:
         reply = chat_reply(content, finish, logprobs={"content": []})
         mask = np.ones(n, int), np.array(token_ids)
         reply["packed_tokens"] = pack_sampled(token_ids, np.full(n, -0.5), mask)
-        return web.json_response(reply, headers={"X-Policy-Versions": "0:5,1:6"})
+        return web.json_response(reply, headers={"versions": "0:5,1:6"})
 
 
 # As `RLConfig.sampling_args` makes them.

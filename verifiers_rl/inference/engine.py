@@ -11,7 +11,7 @@ from typing import Any
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from verifiers_rl.inference.generation import Generation, check_grammar, current_generation
+from verifiers_rl.inference.generation import check_grammar, current_request
 
 
 def refuse_beside_adapters(lora: Any) -> None:
@@ -49,24 +49,19 @@ class RolloutEngine(AsyncLLM):
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncIterator[Any]:
-        generation = current_generation.get() or Generation()
-        generation.num_completions += sampling_params.n
         check_grammar(sampling_params.structured_outputs)
         scored = (sampling_params.prompt_logprobs, sampling_params.prompt_logprob_token_ids)
         if any(one is not None for one in scored):
             refuse_beside_adapters(self.vllm_config.lora_config)
-        seeds = None
-        if generation.tokens is not None:
-            prompt, seeds = generation.tokens.fit(prompt, sampling_params), generation.tokens.seeds
+        if (asked := current_request.get()) is None:
+            outputs: Any = super().generate(prompt, sampling_params, request_id, **options)
+        else:
             options["reasoning_ended"] = None  # vLLM looked at the messages' tokens
-        given = prompt, sampling_params, request_id
-        outputs: Any = super().generate(*given, **options)
-        if seeds is not None:
-            outputs = self._complete_each(seeds, *given, **options)
+            prompt = asked.fit(prompt, sampling_params)
+            given = asked.seeds, prompt, sampling_params, request_id
+            outputs = self._complete_each(*given, **options)
         async with aclosing(outputs):
             async for output in outputs:
-                if output.finished:
-                    generation.end(output.outputs[0])
                 yield output
 
     async def _complete_each(
@@ -102,8 +97,7 @@ class RolloutEngine(AsyncLLM):
             salt = self.cache_salt + (prompt.get("cache_salt") or "")
             prompt = {**prompt, "cache_salt": salt}
         queue = await super().add_request(request_id, prompt, params, *args, **options)
-        generation = current_generation.get()
-        if generation is not None and generation.tokens is not None:
+        if current_request.get() is not None:
             state = self.output_processor.request_states[queue.request_id]
             keep_arrays(state.logprobs_processor)  # before its first token
         return queue

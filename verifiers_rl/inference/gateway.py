@@ -1,15 +1,10 @@
-"""What stands before vLLM's HTTP server: who may use it, which routes there are, and what a
-generation request has and gets beside vLLM's own fields.
+"""What stands before vLLM's HTTP server: who may use it, and which routes there are.
 
-    POST /v1/chat/completions/tokens  like /v1/chat/completions, but the prompt is the token ids in
-                                      "tokens", not the tokenised messages; the reply has the
-                                      sampled tokens too, and those that could be sampled if
-                                      "sampling_mask" asks for them; and with "seeds" it has a
-                                      line for each of several completions (packed_tokens.py)
-
-Every whole reply to a generation request for one completion says which policy sampled its tokens,
-in a header: `X-Policy-Versions: 0:3,17:4` is version 3 from the first token on and version 4 from
-the 18th. vLLM labels the tokens itself.
+POST /v1/chat/completions/tokens  like /v1/chat/completions, but the prompt is the token ids in
+                                  "tokens", not the tokenised messages, and the reply has a line
+                                  for each of "seeds", with the sampled tokens, the policies
+                                  that sampled them and, if "sampling_mask" asks for them, those
+                                  that could be sampled (packed_tokens.py)
 """
 
 from __future__ import annotations
@@ -22,29 +17,30 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import HTTPException
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.websockets import WebSocketClose
 
 from verifiers_rl.inference.client import LOOPBACK, TOKEN_VARIABLE
-from verifiers_rl.inference.generation import (
-    Generation,
-    TokenRequest,
-    current_generation,
-    reply_in_lines,
-)
-from verifiers_rl.inference.packed_tokens import VERSIONS_HEADER
+from verifiers_rl.inference.generation import TokenRequest, current_request, reply_in_lines
 from verifiers_rl.inference.weight_routes import WeightRoutes
 
 CHAT_PATH = "/v1/chat/completions"
 TOKENS_PATH = "/v1/chat/completions/tokens"
 PUSH_PATH = "/weight_sync/receive"  # reads its body in pieces, and knows how long it must be
-GENERATION_PATHS = (CHAT_PATH, TOKENS_PATH, "/v1/completions", "/inference/v1/generate")
 PUBLIC_PATHS = ("/health", "/version", "/metrics")
 # vLLM's other routes are not served: some of them control vLLM without a token, and others generate
 # tokens in ways of their own.
-OTHER_PATHS = ("/v1/models", "/tokenize", "/detokenize", *PUBLIC_PATHS)
+VLLM_PATHS = (
+    CHAT_PATH,
+    "/v1/completions",
+    "/inference/v1/generate",
+    "/v1/models",
+    "/tokenize",
+    "/detokenize",
+    *PUBLIC_PATHS,
+)
 # Of a request that is read into memory: more than the text of a million tokens takes as JSON.
 MAX_BODY_BYTES = 2**25
 
@@ -60,6 +56,7 @@ class Gateway:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http" and scope["path"] != PUSH_PATH:
             receive = bounded(receive)
+        current_request.set(None)  # of a request before it on this connection
         await self.app_for(scope)(scope, receive, send)
 
     def app_for(self, scope: Any) -> Any:
@@ -71,55 +68,32 @@ class Gateway:
         vllm, path = scope["app"].state, scope["path"].rstrip("/")
         if refusal := refusal_of(scope, vllm.args, path):
             return refusal
-        if path in OTHER_PATHS or scope["method"] == "OPTIONS":
+        if path in VLLM_PATHS or scope["method"] == "OPTIONS":
             return self.app
-        if path in GENERATION_PATHS:
-            return self.generate
+        if path == TOKENS_PATH:
+            return self.reply_to_tokens
         if path.startswith("/weight_sync/"):
             self.weights = self.weights or WeightRoutes(vllm)
             return self.weights.app
         return error(404, f"vf-vllm does not serve {path}; see docs/weight_sync.md")
 
-    async def generate(self, scope: Any, receive: Any, send: Any) -> None:
-        """Pass a generation request on to vLLM and say in its reply which policies sampled it."""
-        tokens = None
+    async def reply_to_tokens(self, scope: Any, receive: Any, send: Any) -> None:
+        """Pass a request of the token route on to vLLM, as one to its chat route."""
         try:
-            if scope["path"] == TOKENS_PATH:
-                body = await Request(scope, receive).body()
-                fields, config = json.loads(body), scope["app"].state.engine_client.model_config
-                tokens = TokenRequest(fields, config.get_vocab_size(), config.max_model_len)
-                scope, receive = with_body(scope, json.dumps(fields).encode(), receive)
-                if self.chat is None:
-                    self.chat = scope["app"].state.openai_serving_chat
-                    reply_in_lines(self.chat)
+            body = await Request(scope, receive).body()
+            fields, config = json.loads(body), scope["app"].state.engine_client.model_config
+            asked = TokenRequest(fields, config.get_vocab_size(), config.max_model_len)
         except ValueError as problem:
             return await error(400, str(problem))(scope, receive, send)
         except HTTPException as problem:
             return await error(problem.status_code, problem.detail)(scope, receive, send)
         except ClientDisconnect:
             return None
-        generation = Generation(tokens)
-
-        async def send_with_versions(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                if message["status"] != 200:
-                    generation.packed = b""
-                if generation.packed and "content-length" in headers:
-                    length = int(headers["content-length"]) + len(generation.packed)
-                    headers["content-length"] = str(length)
-                if generation.versions is not None and generation.num_completions == 1:
-                    headers[VERSIONS_HEADER] = generation.versions
-            elif body := message.get("body"):  # a JSON object
-                message = message | {"body": body[:1] + generation.packed + body[1:]}
-                generation.packed = b""  # it is in the first part
-            await send(message)
-
-        context = current_generation.set(generation)
-        try:
-            return await self.app(scope, receive, send_with_versions)
-        finally:
-            current_generation.reset(context)
+        if self.chat is None:
+            self.chat = scope["app"].state.openai_serving_chat
+            reply_in_lines(self.chat)
+        current_request.set(asked)
+        return await self.app(*with_body(scope, json.dumps(fields).encode(), receive), send)
 
 
 def error(status: int, message: str) -> JSONResponse:

@@ -1,12 +1,12 @@
-"""A generation request at `vf-vllm`: what is read of it before vLLM handles it, and what is told
-beside vLLM's reply.
+"""A request of the token route at `vf-vllm`: what is read of it before vLLM handles it, and the
+lines of its reply.
 
-    gateway.py ──► vLLM's handler ──► engine.py ──► vLLM's handler ──► gateway.py
-    TokenRequest    parses fields,      prompt, salt,     message with    a header,
-    Generation      renders messages    seeds, versions   tool calls      packed tokens
+    gateway.py ──► vLLM's handler ──► engine.py ──► vLLM's handler ──► reply_in_lines
+    TokenRequest    parses fields,     prompt, salt,    message with     versions,
+                    renders messages   seeds            tool calls       packed tokens
 
-vLLM's handlers know nothing of this. The engine finds the `Generation` in a context variable of the
-request's task.
+vLLM's handlers know nothing of this. The engine finds the `TokenRequest` in a context variable of
+the request's task.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -23,6 +22,8 @@ from pydantic import BaseModel, Field, StrictBool, StrictInt
 from verifiers_rl.inference.packed_tokens import FIELD, MASK_FIELD, SEEDS, pack_sampled, unpack_ids
 from verifiers_rl.types import MAX_MASK
 
+# Why vLLM has ended a completion before its end. Each is asked for again, by itself.
+FAILED = ("abort", "error")
 # vLLM's lower bound in OpenAI's form, which cannot say -inf.
 LOWEST_LOGPROB = -9999.0
 # top_k keeps all tokens that are as likely as the k-th. With logits in bfloat16 there are several.
@@ -58,12 +59,11 @@ def check_grammar(structured: Any) -> None:
 
 class TokenFields(BaseModel):
     """What a request of the token route has beside a chat's own fields, and how it may not ask for
-    its reply: only a whole reply of one completion has packed tokens. For several completions, set
-    `seeds`, see packed_tokens.py.
+    its reply. `seeds` says how many completions it has, see packed_tokens.py.
     """
 
     tokens: str
-    seeds: Annotated[list[Seed | None], Field(min_length=1)] | None = None
+    seeds: Annotated[list[Seed | None], Field(min_length=1)]
     sampling_mask: StrictBool = False
     n: Literal[1] | None = None
     use_beam_search: Literal[False] | None = None
@@ -83,8 +83,7 @@ class TokenRequest:
 
     Attributes:
         token_ids: the prompt.
-        seeds: of the completions of a group; each one is a line of the reply. None: one completion
-            is the whole reply.
+        seeds: of the completions; each is a line of the reply.
         num_logprobs: the likeliest tokens, of which a sampling mask is made; 0 if it wants none.
     """
 
@@ -93,8 +92,7 @@ class TokenRequest:
         self.token_ids = read_prompt(asked.tokens, vocab_size, max_model_len)
         self._room = max_model_len - len(self.token_ids)
         self.seeds = asked.seeds
-        if self.seeds is not None:
-            fields["n"] = len(self.seeds)  # vLLM knows how many it allows
+        fields["n"] = len(self.seeds)  # vLLM knows how many it allows
         self.num_logprobs = 0
         if asked.sampling_mask:
             top_k = fields.get("top_k")
@@ -115,6 +113,19 @@ class TokenRequest:
         sampling.logprobs = self.num_logprobs
         prompt = {name: value for name, value in prompt.items() if name != "prompt"}
         return prompt | {"prompt_token_ids": self.token_ids}
+
+    def line_of(self, completion: Any, reply: str) -> str:
+        """Return a completion, vLLM's `CompletionOutput`, as a line: its number, which policies
+        sampled its tokens, and vLLM's reply with packed tokens. It names no policy if a token is of
+        none, or of two mixed.
+        """
+        spans = completion.weight_versions or []
+        is_known = all(span.version.isdigit() for span in spans)
+        versions = ",".join(f"{span.start}:{span.version}" for span in spans) if is_known else ""
+        ids, logprobs = join_logprobs(completion.logprobs)  # see `engine.keep_arrays`
+        mask = allowed_of(ids, logprobs) if self.num_logprobs else None
+        packed = pack_sampled(completion.token_ids, logprobs[:, 0].clip(LOWEST_LOGPROB), mask)
+        return f'{completion.index} {versions} {{"{FIELD}":{json.dumps(packed)},{reply[1:]}\n'
 
 
 def read_prompt(text: str, vocab_size: int, max_model_len: int) -> list[int]:
@@ -139,44 +150,6 @@ def read_prompt(text: str, vocab_size: int, max_model_len: int) -> list[int]:
     return token_ids.tolist()
 
 
-@dataclass
-class Generation:
-    """A generation request, from its arrival to its reply.
-
-    Args:
-        tokens: what a request of the token route asks for.
-
-    Attributes:
-        num_completions: of its reply.
-        versions: which policy sampled which tokens of the last completion, as a header says it;
-            None if one of them is of no policy, or of two mixed.
-        packed: a JSON field for its reply; b"" if it asks for none, or before its end.
-    """
-
-    tokens: TokenRequest | None = None
-    num_completions: int = 0
-    versions: str | None = None
-    packed: bytes = b""
-
-    def end(self, completion: Any) -> None:
-        """All of a completion is there, vLLM's `CompletionOutput`."""
-        spans = completion.weight_versions or []
-        is_known = spans and all(span.version.isdigit() for span in spans)
-        texts = (f"{span.start}:{span.version}" for span in spans)
-        self.versions = ",".join(texts) if is_known else None
-        if self.tokens is not None and completion.logprobs:  # else it failed before a token
-            ids, logprobs = join_logprobs(completion.logprobs)  # see `engine.keep_arrays`
-            mask = allowed_of(ids, logprobs) if self.tokens.num_logprobs else None
-            of_sampled = logprobs[:, 0].clip(LOWEST_LOGPROB)
-            packed = pack_sampled(completion.token_ids, of_sampled, mask)
-            self.packed = f'"{FIELD}":{json.dumps(packed)},'.encode()
-
-    def take_line(self, number: int, reply: str) -> str:
-        """Return a completion of a group as a line: its number, its versions and its reply."""
-        packed, self.packed = self.packed.decode(), b""
-        return f"{number} {self.versions or ''} {reply[0]}{packed}{reply[1:]}\n"
-
-
 def join_logprobs(parts: Sequence[Any]) -> list[np.ndarray]:
     """Join vLLM's `LogprobsLists` of a request: ids and logprobs, (tokens, K). The sampled token
     comes first, then the K - 1 likeliest ones in their order. A part has as many as the request of
@@ -197,37 +170,48 @@ def allowed_of(ids: np.ndarray, logprobs: np.ndarray) -> tuple[np.ndarray, np.nd
     return is_allowed.sum(1), ids[is_allowed]
 
 
-current_generation: ContextVar[Generation | None] = ContextVar("generation", default=None)
+# What a request of the token route asks for; None in others. Of the request's task.
+current_request: ContextVar[TokenRequest | None] = ContextVar("request", default=None)
 
 
 def reply_in_lines(chat: Any) -> None:
-    """Let vLLM's chat handler send a group's completions one by one. Each is the reply that it
-    would be to a request of its own, and is sent as soon as it has ended. One that fails has no
-    line.
+    """Let vLLM's chat handler send the completions of a request of the token route one by one. Each
+    is the reply that it would be to a request of its own, and is sent as soon as it has ended. One
+    that fails has no line.
     """
     reply_to = chat.chat_completion_full_generator
 
     async def reply(
         request: Any, outputs: AsyncIterator[Any], *args: Any, parser: Any = None, **options: Any
     ) -> Any:
-        generation = current_generation.get()
-        if generation is None or generation.tokens is None or generation.tokens.seeds is None:
+        asked = current_request.get()
+        if asked is None:
             return await reply_to(request, outputs, *args, parser=parser, **options)
 
         async def only(output: Any) -> AsyncIterator[Any]:
             yield output
 
-        async def lines() -> AsyncIterator[str]:
+        async def lines(asked: TokenRequest) -> AsyncIterator[str]:
             async for output in outputs:
                 own = parser  # it keeps what it has parsed
                 if parser is not None:
                     template = chat._effective_chat_template_kwargs(request)
                     own = chat._make_parser(request, chat.renderer.tokenizer, template)
                 ended = output.outputs[0]
-                if ended.finish_reason != "error":
+                if ended.finish_reason not in FAILED:
                     whole = await reply_to(request, only(output), *args, parser=own, **options)
-                    yield generation.take_line(ended.index, whole.model_dump_json())
+                    yield asked.line_of(ended, whole.model_dump_json())
 
-        return lines()
+        # What goes wrong before the first line has a status of its own.
+        replies = lines(asked)
+        if (first := await anext(replies, None)) is None:
+            raise RuntimeError("the engine has ended every completion before its end")
+        return joined(first, replies)
 
     chat.chat_completion_full_generator = reply
+
+
+async def joined(first: str, others: AsyncIterator[str]) -> AsyncIterator[str]:
+    yield first
+    async for one in others:
+        yield one

@@ -3,22 +3,20 @@
 OpenAI's form of a reply takes about 100 bytes of JSON a token, and both sides make several Python
 objects of them. Packed, a token takes 11 bytes, and neither side makes an object for it.
 
-    request  "tokens": <ids of the prompt>
-    reply    "packed_tokens": {"token_ids": <ids sampled>, "logprobs": <their logprobs>}
+    request  "tokens": <ids of the prompt>, "seeds": [3, 5, ...]
+    reply    1 0:3,17:4 {"packed_tokens": {"token_ids": <ids>, "logprobs": <their logprobs>}, ...}
+             0 0:3 {"packed_tokens": ...}
 
-Ids are little-endian int32, logprobs little-endian float32. The versions of the tokens are in the
-reply's header, as in any other reply.
+Each seed, which may be null, asks for one completion. It is sent as soon as it has ended, as a line
+with its place in the list, its versions, and the JSON of vLLM's reply, with a space between them.
+`0:3,17:4` is version 3 of the policy from the first token on and version 4 from the 18th; it is
+empty if a token is of none. vLLM labels the tokens itself. Ids are little-endian int32, logprobs
+little-endian float32.
 
 With `"sampling_mask": true` in the request, the reply also has the tokens that top-p, top-k and
 min-p allowed at each position, 5.3 bytes for each of them and 5.3 a position:
 
     reply    "packed_tokens": {..., "num_allowed": <how many, a position>, "allowed": <their ids>}
-
-With `"seeds": [3, 5, ...]` in the request, it asks for so many replies to the prompt, a group. Each
-is sent as soon as it has ended, as a line with its place in the list, its versions in the form of
-the header, and the JSON of a reply, with a space between them:
-
-    reply    1 0:3,17:4 {"packed_tokens": ...}
 
 vLLM itself returns the experts of each token of prompt and reply but the last, whose experts no
 step has chosen: layers x top_k x 1.33 bytes a token, twice that above 256 experts.
@@ -36,7 +34,6 @@ import numpy as np
 FIELD = "packed_tokens"
 MASK_FIELD = "sampling_mask"
 SEEDS = "seeds"
-VERSIONS_HEADER = "x-policy-versions"  # of any reply, see gateway.py
 _ID, _LOGPROB = np.dtype("<i4"), np.dtype("<f4")
 
 

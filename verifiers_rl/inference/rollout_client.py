@@ -11,7 +11,7 @@ import asyncio
 import copy
 import json
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -22,8 +22,8 @@ from openai import APIConnectionError, APIStatusError, APITimeoutError, BadReque
 
 from verifiers_rl.inference.client import generation_key, keep_alive
 from verifiers_rl.inference.packed_tokens import (
+    FIELD,
     SEEDS,
-    VERSIONS_HEADER,
     pack_ids,
     unpack_experts,
     unpack_mask,
@@ -39,7 +39,7 @@ CONNECT_S = 60.0  # deadline of a connection
 # task: verifiers' endpoint sends it for a program.
 BEHIND_S = 1.0
 GATHER_S = 0.002  # the first request of a group waits so long for others like it
-LONGEST_LINE = 2**28  # bytes of a reply in a group; beyond them, each request is sent by itself
+LONGEST_LINE = 2**28  # bytes of a reply
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class ChatReply:
 
     Attributes:
         completion: the reply in OpenAI's form, without tokens.
-        policy_versions: (first token, policy version) pairs; None if the server said nothing.
+        policy_versions: (first token, policy version) pairs; none if the server said nothing.
         sampled: token ids (T,) int32 and their logprobs (T,) float32.
         mask: see `packed_tokens.unpack_mask`.
         experts: see `packed_tokens.unpack_experts`; None if they were not requested.
     """
 
     completion: dict[str, Any]
-    policy_versions: list[tuple[int, int]] | None
+    policy_versions: list[tuple[int, int]]
     sampled: tuple[np.ndarray, np.ndarray]
     mask: tuple[np.ndarray, np.ndarray] | None
     experts: np.ndarray | None
@@ -67,13 +67,13 @@ class _Gathered:
 
     Attributes:
         seeds: of the replies.
-        replies: each is None where the server has sent none.
+        replies: the lines; each is None where the server has sent none.
         asking: sends it.
     """
 
     asking: asyncio.Task[None]
     seeds: list[int | None] = field(default_factory=list)
-    replies: list[asyncio.Future[httpx.Response | None]] = field(default_factory=list)
+    replies: list[asyncio.Future[bytes | None]] = field(default_factory=list)
 
 
 class ServerClient:
@@ -120,53 +120,48 @@ class ServerClient:
             prompt_ids: the prompt, in place of the body's messages.
             is_first: others of its group may ask the same.
         """
+        rollout = self._rollout
         # vLLM renders messages all the same, so it gets a short one.
         tokens = {"tokens": pack_ids(prompt_ids), "messages": [{"role": "user", "content": "."}]}
         body = {**body, **tokens}
         wants_experts = body.pop("routed_experts", False)  # the server's flag returns them
-        reply = await self.post("/chat/completions/tokens", body=body, is_first=is_first)
-        completion = reply.json()
-        experts = completion["choices"][0].pop("routed_experts", None)
-        packed = completion.pop("packed_tokens")
-        return ChatReply(
-            completion,
-            reply.extensions["policy_versions"],
-            unpack_sampled(packed),
-            unpack_mask(packed),
-            unpack_experts(experts) if wants_experts and experts is not None else None,
-        )
-
-    async def post(
-        self, path: str, *, body: dict[str, Any], is_first: bool = False
-    ) -> httpx.Response:
-        """Send a request of the rollout, and return the server's reply. Raises openai's errors."""
-        rollout = self._rollout
+        seed = rollout.next_seed()
+        seed = body.pop("seed", seed)
         base = self.base_url if rollout.url is None else f"{rollout.url}/v1"
+        url = f"{base}/chat/completions/tokens"
         # A server that starts anew may have another key.
-        url, headers = base + path, {"Authorization": f"Bearer {generation_key(base)}"}
-        body = rollout.with_seed(body)
+        headers = {"Authorization": f"Bearer {generation_key(base)}"}
         try:
-            response = None
+            line = None
             if is_first:
-                response = await self._ask_with_others(url, body, headers)
-            if response is None:
-                response = await self._ask(url, json.dumps(body), headers)
-            if not response.is_error:
-                rollout.check_versions(response.extensions["policy_versions"])
+                line = await self._ask_with_others(url, body, seed, headers)
+            if line is None:
+                line = await self._ask(url, json.dumps(body | {SEEDS: [seed]}), headers)
+            _, spans, reply = line.split(b" ", 2)
+            pairs = (span.split(b":") for span in spans.split(b",") if span)
+            versions = [(int(start), int(version)) for start, version in pairs]
+            rollout.check_versions(versions)
         except TimeoutError as error:  # aiohttp's are also ClientErrors
             raise APITimeoutError(httpx.Request("POST", url)) from error
         except (aiohttp.ClientError, SessionLostError) as error:
             rollout.fail()
             reason = f"Connection error: {error or type(error).__name__}"
             raise APIConnectionError(message=reason, request=httpx.Request("POST", url)) from error
-        if response.is_error:
+        except APIStatusError as error:
             # 404: a server that started anew does not know the adapter.
-            if response.status_code == 404 or response.is_server_error:
+            if error.status_code == 404 or error.status_code >= 500:
                 rollout.fail()
-            kind = BadRequestError if response.status_code == 400 else APIStatusError
-            message = f"Error code: {response.status_code} - {response.text}"
-            raise kind(message, response=response, body=None)
-        return response
+            raise
+        completion = json.loads(reply)
+        experts = completion["choices"][0].pop("routed_experts", None)
+        packed = completion.pop(FIELD)
+        return ChatReply(
+            completion,
+            versions,
+            unpack_sampled(packed),
+            unpack_mask(packed),
+            unpack_experts(experts) if wants_experts and experts is not None else None,
+        )
 
     @property
     def _deadline(self) -> float:
@@ -176,20 +171,19 @@ class ServerClient:
         return asyncio.get_running_loop().time() + self._timeout_s
 
     async def _ask_with_others(
-        self, url: str, body: dict[str, Any], headers: dict[str, str]
-    ) -> httpx.Response | None:
+        self, url: str, body: dict[str, Any], seed: int | None, headers: dict[str, str]
+    ) -> bytes | None:
         """Send a request together with those that come at the same time and differ from it by their
         seeds only. Return None if it is to be sent by itself: no other one came, or their common
         request failed, and each of them will meet the reason.
         """
-        alike = {name: value for name, value in body.items() if name != "seed"}
-        key = url, json.dumps(alike)
+        key = url, json.dumps(body)
         async with self._rollout.watching(), asyncio.timeout_at(self._deadline):
             if (group := self._gathered.get(key)) is None:
                 group = self._gathered[key] = _Gathered(
-                    asyncio.create_task(self._ask_together(key, alike, headers))
+                    asyncio.create_task(self._ask_together(key, body, headers))
                 )
-            group.seeds.append(body.get("seed"))
+            group.seeds.append(seed)
             group.replies.append(reply := asyncio.get_running_loop().create_future())
             try:
                 return await reply
@@ -199,7 +193,7 @@ class ServerClient:
                     group.asking.cancel()  # so that the server gives up those nobody waits for
 
     async def _ask_together(
-        self, key: tuple[str, str], alike: dict[str, Any], headers: dict[str, str]
+        self, key: tuple[str, str], body: dict[str, Any], headers: dict[str, str]
     ) -> None:
         """Send the requests of a group as one, and give each its reply when that comes."""
         group = self._gathered[key]
@@ -210,29 +204,21 @@ class ServerClient:
                 del self._gathered[key]
             if len(group.seeds) == 1:
                 return
-            async with self._session.post(
-                key[0],
-                data=json.dumps(alike | {SEEDS: group.seeds}),
-                headers=headers,
-                timeout=aiohttp.ClientTimeout(None, sock_connect=CONNECT_S),  # each has a deadline
-                raise_for_status=True,
-            ) as sent:
-                async for line in sent.content:
-                    if not line[:1].isdigit():
-                        continue  # a comment, by vLLM's --sse-keep-alive-interval
-                    number, versions, content = line.split(b" ", 2)
-                    if not (reply := group.replies[int(number)]).done():
-                        reply.set_result(_response(key[0], 200, content, versions.decode()))
-        except (aiohttp.ClientError, TimeoutError):
+            data = json.dumps(body | {SEEDS: group.seeds})
+            async for line in self._lines(key[0], data, headers, None):  # each has a deadline
+                if not (reply := group.replies[int(line.split(b" ")[0])]).done():
+                    reply.set_result(line)
+        except (aiohttp.ClientError, TimeoutError, APIStatusError):
             pass  # each of them will meet it
         finally:
             for reply in group.replies:
                 if not reply.done():
                     reply.set_result(None)
 
-    async def _ask(self, url: str, data: str, headers: dict[str, str]) -> httpx.Response:
-        """Send a request and return the reply. While the server or a proxy says that it is busy,
-        send it again and again; for `FAULT_S` also after a lost connection or a status of 500.
+    async def _ask(self, url: str, data: str, headers: dict[str, str]) -> bytes:
+        """Send a request for one reply and return its line. While the server or a proxy says that
+        it is busy, send it again and again; for `FAULT_S` also after a lost connection or a status
+        of 500.
         """
         now = asyncio.get_running_loop().time
         deadline = self._deadline
@@ -240,28 +226,41 @@ class ServerClient:
         pause_s = 0.5
         while True:
             try:
-                response = await self._send(url, data, headers, max(deadline - now(), 1e-3))
-                passes = response.status_code < 500 and response.status_code not in BUSY
-                ends = fault_deadline if response.status_code == 500 else deadline
-                if passes or now() + pause_s >= ends:
-                    return response
-            except aiohttp.ClientError as error:
-                if isinstance(error, TimeoutError) or now() + pause_s >= fault_deadline:
+                async with self._rollout.watching():
+                    left_s = max(deadline - now(), 1e-3)
+                    lines = [line async for line in self._lines(url, data, headers, left_s)]
+                if lines:
+                    return lines[0]
+                raise aiohttp.ClientPayloadError("the server's reply has no tokens")
+            except (aiohttp.ClientError, APIStatusError) as error:
+                status = getattr(error, "status_code", 500)
+                can_pass = status >= 500 or status in BUSY
+                ends = fault_deadline if status == 500 else deadline
+                if isinstance(error, TimeoutError) or not can_pass or now() + pause_s >= ends:
                     raise
             await asyncio.sleep(pause_s)  # there is nothing to await
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
-    async def _send(
-        self, url: str, data: str, headers: dict[str, str], timeout_s: float
-    ) -> httpx.Response:
-        """Send a request once. Return the reply, which has the versions of its tokens beside it."""
+    async def _lines(
+        self, url: str, data: str, headers: dict[str, str], timeout_s: float | None
+    ) -> AsyncIterator[bytes]:
+        """Send a request once, and yield the lines of its reply as they come. Raises aiohttp's
+        errors, and APIStatusError for another status than 200.
+        """
         timeout = aiohttp.ClientTimeout(timeout_s, sock_connect=CONNECT_S)
-        async with (
-            self._rollout.watching(),
-            self._session.post(url, data=data, headers=headers, timeout=timeout) as reply,
-        ):
-            content = await reply.read()
-        return _response(url, reply.status, content, reply.headers.get(VERSIONS_HEADER))
+        async with self._session.post(url, data=data, headers=headers, timeout=timeout) as reply:
+            if reply.status != 200:
+                text = await reply.text(errors="replace")
+                request = httpx.Request("POST", url)
+                kind = BadRequestError if reply.status == 400 else APIStatusError
+                raise kind(
+                    f"Error code: {reply.status} - {text}",
+                    response=httpx.Response(reply.status, text=text, request=request),
+                    body=None,
+                )
+            async for line in reply.content:
+                if line[:1].isdigit():  # else a comment, by vLLM's --sse-keep-alive-interval
+                    yield line
 
     async def close(self) -> None:
         await self._session.close()
@@ -273,18 +272,3 @@ def _kept_alive(address: tuple[Any, ...]) -> socket.socket:
     sock.setblocking(False)
     keep_alive(sock)
     return sock
-
-
-def _response(url: str, status: int, content: bytes, versions: str | None) -> httpx.Response:
-    """Return a reply, with the (first token, policy version) pairs of its header beside it:
-    "0:3,17:4" becomes [(0, 3), (17, 4)].
-    """
-    spans = (span.split(":") for span in versions.split(",")) if versions else ()
-    return httpx.Response(
-        status,
-        content=content,
-        request=httpx.Request("POST", url),
-        extensions={
-            "policy_versions": [(int(start), int(version)) for start, version in spans] or None
-        },
-    )

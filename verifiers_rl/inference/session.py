@@ -12,7 +12,6 @@ import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 
 class SessionLostError(RuntimeError):
@@ -64,12 +63,12 @@ class RolloutSession:
             # Requests that score it have no deadline of the rollout.
             self.deadline, self.has_passed = None, timeout.expired()
 
-    def with_seed(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the body of the rollout's next request with its seed, unless it has its own."""
+    def next_seed(self) -> int | None:
+        """Return the seed of the rollout's next request."""
         if self.group_seed is None:
-            return body
+            return None
         self._num_seeds += 1
-        return {"seed": derive_seed(self.group_seed, self.number, self._num_seeds), **body}
+        return derive_seed(self.group_seed, self.number, self._num_seeds)
 
     def fail(self) -> None:
         """Mark the server as lost, and end the requests that wait for it. Without effect if there
@@ -98,13 +97,13 @@ class RolloutSession:
         finally:
             self._requests.discard(request)
 
-    def check_versions(self, spans: list[tuple[int, int]] | None) -> None:
+    def check_versions(self, spans: list[tuple[int, int]]) -> None:
         """Raise SessionLostError unless the server says that a policy which is new enough has
         sampled every token of its reply. A single server is not asked, because the orchestrator
         looks at it.
 
         Args:
-            spans: (first token, policy version) pairs; None if the server said nothing.
+            spans: (first token, policy version) pairs; none if the server said nothing.
         """
         if self.url is None:
             return
