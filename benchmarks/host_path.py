@@ -235,9 +235,10 @@ def cost_in_server(way: str, num_rollouts: int, length: int) -> dict[str, float]
         processor = LogprobsProcessor.from_new_request(tokenizer, asked)
         if is_packed:
             keep_arrays(processor)
-        ranks = np.ones(1, np.int32)
-        for at in range(length):  # the engine sends one token a step
-            here = slice(at, at + 1)
+        num = length if is_packed else 1  # the engine sends one token a step, or all at the end
+        for at in range(0, length, num):
+            here = slice(at, at + num)
+            ranks = np.ones(num, np.int32)
             new = LogprobsLists(token_ids[here, None], logprobs[here, None], ranks)
             processor.update_from_output(EngineCoreOutput("r", [], new_logprobs=new))
         ids = token_ids.tolist()

@@ -185,23 +185,25 @@ class Bench:
         orchestrator.sampling["train"] |= {"ignore_eos": True, "min_tokens": REPLY_TOKENS}
         return orchestrator
 
-    def record(self, num_rollouts: int, num_turns: int) -> list[list[tuple[str, Any]]]:
-        """Run a batch in this process; return the paths and bodies of each rollout's requests."""
+    def record(self, num_rollouts: int, num_turns: int) -> list[list[Any]]:
+        """Run a batch in this process; return the bodies of each rollout's requests."""
         from rollouts import rollout  # not __main__, whose Talk verifiers does not run
 
         from verifiers_rl.inference import ServerClient
+        from verifiers_rl.inference.packed_tokens import pack_ids
 
-        conversations: dict[Any, list[tuple[str, Any]]] = {}
-        post = ServerClient.post
+        conversations: dict[Any, list[Any]] = {}
+        reply_to, message = ServerClient.reply_to, {"role": "user", "content": "."}
 
-        async def recording(client: Any, path: str, **kwargs: Any) -> Any:
-            conversations.setdefault(rollout.get(), []).append((path, kwargs["body"]))
-            return await post(client, path, **kwargs)
+        async def recording(client: Any, body: Any, prompt_ids: Any, **kwargs: Any) -> Any:
+            sent = {"tokens": pack_ids(prompt_ids), "seeds": [None], "messages": [message]}
+            conversations.setdefault(rollout.get(), []).append(body | sent)
+            return await reply_to(client, body, prompt_ids, **kwargs)
 
         orchestrator = self.make_orchestrator(num_rollouts, 256, num_turns, env_workers=0)
         orchestrator.start()
         try:
-            with patch.object(ServerClient, "post", recording):
+            with patch.object(ServerClient, "reply_to", recording):
                 orchestrator.submit(0, self.model, 0)
                 orchestrator.get()
         finally:
@@ -270,19 +272,19 @@ def serve_raw(url: str, file: str, concurrent: str) -> None:
 
     conversations = json.loads(Path(file).read_text())
     headers = {"Authorization": f"Bearer {generation_key(url)}"}
+    target = f"{url}/v1/chat/completions/tokens"
 
     async def send() -> None:
         places = asyncio.Semaphore(int(concurrent))
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
 
-            async def one(turns: list[tuple[str, Any]]) -> None:
+            async def one(turns: list[Any]) -> None:
                 async with places:
-                    for path, body in turns:
-                        target = path if path.startswith("http") else f"{url}/v1{path}"
+                    for body in turns:
                         async with session.post(target, json=body) as reply:
                             reply.raise_for_status()
-                            await reply.json()
+                            json.loads((await reply.read()).split(b" ", 2)[2])
 
             await asyncio.gather(*map(one, conversations))
 

@@ -36,7 +36,10 @@ def replying_in_lines(handler):
         async def answer_one(place, seed):
             own = {name: value for name, value in body.items() if name != "seeds"}
             own |= {} if seed is None else {"seed": seed}
-            reply = await handler(OfGroup(request, own))
+            try:
+                reply = await handler(OfGroup(request, own))
+            except web.HTTPException as error:
+                reply = web.Response(status=error.status, text=error.text)
             if reply.status != 200 and len(body["seeds"]) == 1:
                 return reply
             await lines.prepare(request)

@@ -227,7 +227,7 @@ def test_a_rollout_is_the_one_that_verifiers_machinery_would_make(play, say, opt
 def test_a_rollout_that_fails_says_why_and_what_was_said(play, monkeypatch, is_slow):
     error, message, num_messages, options = ValueError, "returned None", 2, {}
     if is_slow:
-        monkeypatch.setattr(ServerClient, "post", lambda *args, **kwargs: asyncio.sleep(60))
+        monkeypatch.setattr(ServerClient, "reply_to", lambda *args, **kwargs: asyncio.sleep(60))
         error, message, num_messages = TimeoutError, "longer than generation_timeout", 1
         options["generation_timeout"] = 1.0
     env = env_from(ROWS, lambda completion: None)

@@ -22,7 +22,7 @@ from verifiers_rl.envs.agents import load_agent_environment
 from verifiers_rl.envs.make import make_runner
 from verifiers_rl.envs.v1_loading import load_v1_environment
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient
-from verifiers_rl.inference.packed_tokens import pack_ids, unpack_ids, unpack_sampled
+from verifiers_rl.inference.packed_tokens import pack_ids
 from verifiers_rl.inference.rollout_client import ServerClient
 from verifiers_rl.inference.session import RolloutSession
 
@@ -123,22 +123,22 @@ def all_different(group):
 
 @pytest.fixture
 def replies(monkeypatch):
-    """Bodies of requests to the server, and its raw replies, from now on."""
-    post, found = ServerClient.post, []
+    """Requests to the server, with what they prompt it with, and its replies, from now on."""
+    reply_to, found = ServerClient.reply_to, []
 
-    async def recorded(self, path, **kwargs):
-        reply = await post(self, path, **kwargs)
-        found.append((kwargs["body"], json.loads(reply.content)))
+    async def recorded(self, body, prompt_ids, **kwargs):
+        reply = await reply_to(self, body, prompt_ids, **kwargs)
+        found.append((body, prompt_ids, reply))
         return reply
 
-    monkeypatch.setattr(ServerClient, "post", recorded)
+    monkeypatch.setattr(ServerClient, "reply_to", recorded)
     return found
 
 
 @pytest.fixture
 def roll_out(server, tokenizer, replies, v1_path):
     """Rollouts of an environment one after the other, by default the one with a user, each with the
-    raw replies to it.
+    requests of it and their replies.
 
     With `choices` every reply is one of these texts, so that thinking comes from a model with
     random weights.
@@ -175,12 +175,6 @@ def model_name(server):
     return InferenceClient("127.0.0.1", server.port).status()["served_model_name"]
 
 
-def sampled_of(body, reply):
-    """Prompt, sampled tokens and logprobs of a request and its raw reply."""
-    token_ids, logprobs = unpack_sampled(reply["packed_tokens"])
-    return unpack_ids(body["tokens"]).tolist(), token_ids.tolist(), logprobs.tolist()
-
-
 def check_tokens(samples, replies):
     """The sampled tokens of all replies are those trained: each once, with its logprob, after
     exactly the tokens that the server was prompted with.
@@ -191,8 +185,8 @@ def check_tokens(samples, replies):
         for at in np.flatnonzero(sample.loss_mask)
     )
     sampled = Counter()
-    for body, reply in replies:
-        prompt, tokens, logprobs = sampled_of(body, reply)
+    for _, prompt, reply in replies:
+        tokens, logprobs = (values.tolist() for values in reply.sampled)
         sampled.update(
             ((*prompt, *tokens[: at + 1]), logprob) for at, logprob in enumerate(logprobs)
         )
@@ -218,9 +212,10 @@ def test_a_reply_ends_at_a_stop_string_whose_tokens_are_trained(
     stop = {"stop": [";", "#"], "include_stop_str_in_output": is_kept}
     ((rollout, replies),) = roll_out(make_args(server, tmp_path, **stop), ["one#two;"], 1)
     assert rollout.num_turns == 3 and not rollout.is_truncated
-    for turn in replies:
-        assert tokenizer.decode(sampled_of(*turn)[1], skip_special_tokens=True) == "one#"
-        assert turn[1]["choices"][0]["message"]["content"] == ("one#" if is_kept else "one")
+    for *_, reply in replies:
+        assert tokenizer.decode(reply.sampled[0], skip_special_tokens=True) == "one#"
+        message = reply.completion["choices"][0]["message"]
+        assert message["content"] == ("one#" if is_kept else "one")
     # The turns are one sequence: what ends a reply in the template is added to it.
     (sample,) = rollout.samples
     assert tokenizer.decode(sample.token_ids).count("<|assistant|>one#<|end|><|user|>") == 2

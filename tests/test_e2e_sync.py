@@ -145,7 +145,7 @@ def ask(server, model_name, engine=0, prompt=PROMPT[:40], seed=None, **options):
     assert reply.status_code == 200, reply.text
     _, versions, content = reply.text.split(" ", 2)
     token_ids, logprobs = unpack_sampled(json.loads(content)["packed_tokens"])
-    spans = [span.split(":") for span in versions.split(",")]
+    spans = [span.split(":") for span in versions.split(",") if span]
     return token_ids.tolist(), logprobs, [(int(start), int(version)) for start, version in spans]
 
 

@@ -267,7 +267,7 @@ def test_a_timeout_of_the_environment_is_not_taken_for_generation_timeout(play, 
 
     raises, waits = load(), load(agent={"timeout": {"rollout": 0.3}})
     monkeypatch.setattr(raises, "run_slot", late)
-    monkeypatch.setattr(ServerClient, "post", lambda *args, **kwargs: asyncio.sleep(10))
+    monkeypatch.setattr(ServerClient, "reply_to", lambda *args, **kwargs: asyncio.sleep(10))
     for env, said in ((raises, "the database did not answer"), (waits, "ran out of its own time")):
         (rollout,), _ = play(env=env, fails=True)
         assert said in str(rollout.error) and "generation_timeout" not in str(rollout.error)

@@ -9,7 +9,6 @@ import pytest
 from verifiers_rl.inference.generation import (
     TokenRequest,
     current_request,
-    join_logprobs,
     reply_in_lines,
 )
 from verifiers_rl.inference.packed_tokens import pack_ids, pack_sampled
@@ -115,8 +114,37 @@ def test_only_tokens_of_a_known_policy_have_versions(spans, versions):
     assert make_request().line_of(ended(*spans), "{}").split(" ")[1] == versions
 
 
-def test_parts_of_logprobs_are_joined_at_the_width_that_all_have():
-    # In the second step, another request wanted more.
-    steps = [(np.full((1, k), t), np.full((1, k), -t / 2), None, None) for t, k in ((1, 2), (2, 3))]
-    ids, logprobs = join_logprobs(steps)
-    assert ids.tolist() == [[1, 1], [2, 2]] and logprobs.tolist() == [[-0.5, -0.5], [-1, -1]]
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's own, while it is imported
+def test_logprobs_come_with_the_last_token_of_a_whole_reply():
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+    from vllm.v1.engine import EngineCoreOutput, FinishReason
+    from vllm.v1.outputs import LogprobsLists
+
+    from verifiers_rl.inference.scheduler import keep_logprobs
+
+    steps = [
+        LogprobsLists(np.full((1, k), t), np.full((1, k), -t / 2), np.array([t]))
+        for t, k in ((1, 2), (2, 3), (3, 2))  # in the second one, another request wanted more
+    ]
+
+    def told(ends, new, **options):
+        options = {"output_kind": RequestOutputKind.FINAL_ONLY, "logprobs": 1, **options}
+        request = SimpleNamespace(sampling_params=SamplingParams(**options))
+        found = []
+        for at, logprobs in enumerate(new):
+            reason = FinishReason.LENGTH if ends and at == len(new) - 1 else None
+            output = EngineCoreOutput("r", [at], new_logprobs=logprobs, finish_reason=reason)
+            keep_logprobs(request, output)
+            found.append(output.new_logprobs)
+        return found
+
+    for new in (steps, [*steps, None]):  # also where the last step has no token
+        *before, whole = told(True, new)
+        assert before == [None] * (len(new) - 1)
+        assert whole.logprob_token_ids.tolist() == [[1, 1], [2, 2], [3, 3]]
+        assert whole.logprobs.tolist() == [[-0.5, -0.5], [-1, -1], [-1.5, -1.5]]
+        assert whole.sampled_token_ranks.tolist() == [1, 2, 3]
+    assert told(False, steps) == [None] * 3
+    for other in ({"stop": ["x"]}, {"output_kind": RequestOutputKind.DELTA}):
+        assert told(True, steps, **other) == steps
+    assert told(True, [None, None], logprobs=None) == [None, None]

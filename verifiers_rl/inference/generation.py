@@ -122,7 +122,7 @@ class TokenRequest:
         spans = completion.weight_versions or []
         is_known = all(span.version.isdigit() for span in spans)
         versions = ",".join(f"{span.start}:{span.version}" for span in spans) if is_known else ""
-        ids, logprobs = join_logprobs(completion.logprobs)  # see `engine.keep_arrays`
+        ids, logprobs, _ = join_logprobs(completion.logprobs)  # see `engine.keep_arrays`
         mask = allowed_of(ids, logprobs) if self.num_logprobs else None
         packed = pack_sampled(completion.token_ids, logprobs[:, 0].clip(LOWEST_LOGPROB), mask)
         return f'{completion.index} {versions} {{"{FIELD}":{json.dumps(packed)},{reply[1:]}\n'
@@ -151,12 +151,12 @@ def read_prompt(text: str, vocab_size: int, max_model_len: int) -> list[int]:
 
 
 def join_logprobs(parts: Sequence[Any]) -> list[np.ndarray]:
-    """Join vLLM's `LogprobsLists` of a request: ids and logprobs, (tokens, K). The sampled token
-    comes first, then the K - 1 likeliest ones in their order. A part has as many as the request of
-    its step that asked for most.
+    """Join vLLM's `LogprobsLists` of a request: ids and logprobs, (tokens, K), and ranks of sampled
+    tokens. The sampled token comes first, then the K - 1 likeliest ones in their order. A part has
+    as many as the request of its step that asked for most.
     """
-    width = min(part.shape[1] for part, *_ in parts)
-    cut = [(ids[:, :width], logprobs[:, :width]) for ids, logprobs, *_ in parts]
+    width = min(logprobs.shape[1] for _, logprobs, *_ in parts)
+    cut = [(ids[:, :width], logprobs[:, :width], ranks) for ids, logprobs, ranks, _ in parts]
     return [np.concatenate(column) for column in zip(*cut, strict=True)]
 
 

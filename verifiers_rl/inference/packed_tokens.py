@@ -53,7 +53,7 @@ def unpack_ids(text: str) -> np.ndarray:
 def pack_sampled(
     token_ids: Sequence[int] | np.ndarray,
     logprobs: np.ndarray,
-    mask: tuple[Any, Any] | None = None,
+    mask: tuple[Sequence[int] | np.ndarray, Sequence[int] | np.ndarray] | None = None,
 ) -> dict[str, str]:
     """Return the value of the reply's `packed_tokens`. `mask`: how many tokens could be sampled, a
     position, and their ids.

@@ -228,6 +228,10 @@ async def serve(args: Any) -> None:
     context = UsageContext.OPENAI_API_SERVER
     config = engine_args.create_engine_config(usage_context=context)
     limit_requests(config)
+    scheduling = config.scheduler_config
+    if scheduling.scheduler_cls is None:
+        kind = "AsyncRolloutScheduler" if scheduling.async_scheduling else "RolloutScheduler"
+        scheduling.scheduler_cls = f"verifiers_rl.inference.scheduler.{kind}"
     with sock:
         engine = RolloutEngine.from_vllm_config(
             config,
