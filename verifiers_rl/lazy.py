@@ -21,9 +21,11 @@ def load_on_first_use(
     def get(name: str) -> Any:
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(f"{package}.{home[name]}"), name)
+        found = getattr(import_module(f"{package}.{home[name]}"), name)
+        setattr(sys.modules[package], name, found)  # the next time it is there
+        return found
 
     def names() -> list[str]:
-        return sorted([*vars(sys.modules[package]), *home])
+        return sorted({*vars(sys.modules[package]), *home})
 
     return get, names

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import openai
 import verifiers.v1 as vf
-from pydantic import PrivateAttr
 from verifiers.v1.dialects import Dialect
 from verifiers.v1.dialects.chat import ChatDialect
 from verifiers.v1.errors import ProviderError
@@ -52,15 +52,15 @@ class TokenClientConfig(vf.TrainClientConfig):
     _runner: V1Environment
     _sampling: dict[str, Any]  # options of the run
     _session: RolloutSession
-    _said: dict[str, list[Said]] = PrivateAttr(default_factory=dict)  # by the id of its trace
+    _said: dict[str, list[Said]]  # by the id of its trace
 
     @classmethod
     def of_episode(
         cls, runner: V1Environment, request: GroupRequest, session: RolloutSession
     ) -> TokenClientConfig:
-        client = cls(base_url=runner.options.base_url, api_key_var="VLLM_API_KEY")
+        client = _of_server(runner.options.base_url).model_copy()
         client._runner, client._session = runner, session
-        client._sampling = request.sampling_args
+        client._sampling, client._said = request.sampling_args, {}
         return client
 
     def warn_of_bias(self, agent: str, request: Mapping[str, Any]) -> None:
@@ -100,6 +100,12 @@ class TokenClientConfig(vf.TrainClientConfig):
                 f"the agent {name!r} samples at temperature={own:g}, and the trainer takes "
                 f"logprobs at {temperature:g}; remove temperature from the agent's sampling"
             )
+
+
+@cache
+def _of_server(base_url: str) -> TokenClientConfig:
+    """Make what clients of episodes are copies of: to check its fields takes longer than a copy."""
+    return TokenClientConfig(base_url=base_url, api_key_var="VLLM_API_KEY")
 
 
 class TokenClient(vf.Client):

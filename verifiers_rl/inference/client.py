@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-
-import httpx
+from urllib.parse import urlsplit
 
 TOKEN_VARIABLE = "VERIFIERS_RL_TOKEN"
 
@@ -84,8 +83,10 @@ def generation_key(base_url: str) -> str:
     """Return the key that requests authenticate with: the run's token, which control routes need,
     or else VLLM_API_KEY. Without either it is "none", because a server with --open needs no key.
     """
-    url = httpx.URL(base_url)
-    return find_token(url.host, url.port or 80) or os.environ.get("VLLM_API_KEY") or "none"
+    url = urlsplit(base_url)
+    return (
+        find_token(url.hostname or "", url.port or 80) or os.environ.get("VLLM_API_KEY") or "none"
+    )
 
 
 class InferenceClient:
