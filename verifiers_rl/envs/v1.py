@@ -103,6 +103,8 @@ class V1Environment:
         self.renderer = Renderer(options.tokenizer)
         self.warned: set[tuple[str, str]] = set()  # agents and options that bias logprobs
         self._serving: asyncio.Task[None] | None = None
+        self._client = TokenClientConfig(base_url=options.base_url, api_key_var="VLLM_API_KEY")
+        self._client._runner = self
         try:
             self._prepare()
             if has_tasks:
@@ -156,10 +158,11 @@ class V1Environment:
 
     def _iterate(self, taskset: Any) -> Iterator[vf.Task]:
         """Yield the taskset's tasks, without those whose first prompt is too long."""
-        limit, template = self.options.prompt_limit, self.options.chat_template_kwargs
+        options = self.options
+        limit, template = options.prompt_limit, options.chat_template_kwargs
         # Other harnesses may show the model less than the prompt.
-        has_limit = self._is_our_chat or self.options.max_prompt_len is not None
-        has_limit = has_limit and self.options.tokenizer is not None
+        has_limit = self._is_our_chat or options.max_prompt_len is not None
+        has_limit = has_limit and options.tokenizer is not None
         num_in_a_row = 0
         for task in taskset:
             prompt = first_messages(task.data)
@@ -178,7 +181,7 @@ class V1Environment:
                 if not taskset.bounded and num_in_a_row >= MAX_OVERLONG:
                     raise InvalidEnvironmentError(
                         f"{num_in_a_row} tasks of its stream one after the other have "
-                        f"{self.options.why_overlong}"
+                        f"{options.why_overlong}"
                     )
 
     def sizes(self, split: Split) -> list[int]:
@@ -263,7 +266,7 @@ class V1Environment:
         self, task: vf.Task, request: GroupRequest, session: RolloutSession
     ) -> list[Rollout]:
         slot = self.slot_of(task)
-        client = TokenClientConfig.of_episode(self, request, session)
+        client = self._client.of_episode(request, session)
         version = request.policy_version
         try:
             async with session.limited(request.timeout_s):
@@ -279,8 +282,7 @@ class V1Environment:
             ]
         except Exception as error:  # whatever the environment's own code raises
             failed = Rollout(0, task.data.prompt_text, error=error)
-            if slot.traces:
-                trace = slot.traces[-1]
+            for trace in slot.traces[-1:]:
                 failed.record = record_of_trace(trace, client.said_in(trace), version)
             return [failed]
 
@@ -346,11 +348,11 @@ def rollout_of_trace(
     scores = {name: reward.score for name, reward in trace.rewards.items() if reward}
     scores |= {name: value for name, value in trace.metrics.items() if value is not None}
     nodes = trace.branches[-1].nodes if trace.branches else []
-    first_reply = next((at for at, node in enumerate(nodes) if node.sampled), len(nodes))
+    from_first_reply = itertools.dropwhile(lambda node: not node.sampled, nodes)
     rollout = Rollout(
         example_id=0,
         prompt=trace.task.data.prompt_text,
-        completion=text_of([node.message for node in nodes[first_reply:]]),
+        completion=text_of([node.message for node in from_first_reply]),
         role=trace.agent.name,
         reward=finite_reward(trace.reward),
         metrics={name: float(value) for name, value in scores.items()},
@@ -390,5 +392,6 @@ def is_cut(trace: Any) -> bool:
     """Return whether a length limit cut a turn. verifiers' own `is_truncated` counts max_turns as a
     truncation too.
     """
-    is_long = any(call.finish_reason == "length" for call in trace.calls)
-    return is_long or trace.stop_condition == "context_length"
+    return trace.stop_condition == "context_length" or any(
+        call.finish_reason == "length" for call in trace.calls
+    )

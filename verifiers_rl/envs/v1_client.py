@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import openai
@@ -54,13 +53,9 @@ class TokenClientConfig(vf.TrainClientConfig):
     _session: RolloutSession
     _said: dict[str, list[Said]]  # by the id of its trace
 
-    @classmethod
-    def of_episode(
-        cls, runner: V1Environment, request: GroupRequest, session: RolloutSession
-    ) -> TokenClientConfig:
-        client = _of_server(runner.options.base_url).model_copy()
-        client._runner, client._session = runner, session
-        client._sampling, client._said = request.sampling_args, {}
+    def of_episode(self, request: GroupRequest, session: RolloutSession) -> TokenClientConfig:
+        client = self.model_copy()  # to check its fields takes longer
+        client._sampling, client._session, client._said = request.sampling_args, session, {}
         return client
 
     def warn_of_bias(self, agent: str, request: Mapping[str, Any]) -> None:
@@ -100,12 +95,6 @@ class TokenClientConfig(vf.TrainClientConfig):
                 f"the agent {name!r} samples at temperature={own:g}, and the trainer takes "
                 f"logprobs at {temperature:g}; remove temperature from the agent's sampling"
             )
-
-
-@cache
-def _of_server(base_url: str) -> TokenClientConfig:
-    """Make what clients of episodes are copies of: to check its fields takes longer than a copy."""
-    return TokenClientConfig(base_url=base_url, api_key_var="VLLM_API_KEY")
 
 
 class TokenClient(vf.Client):
