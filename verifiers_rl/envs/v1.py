@@ -156,10 +156,12 @@ class V1Environment:
 
     def _iterate(self, taskset: Any) -> Iterator[vf.Task]:
         """Yield the taskset's tasks, without those whose first prompt is too long."""
-        limit, template = self.options.prompt_limit, self.options.chat_template_kwargs
+        options = self.options
+        limit, template = options.prompt_limit, options.chat_template_kwargs
         # Other harnesses may show the model less than the prompt.
-        has_limit = self._is_our_chat or self.options.max_prompt_len is not None
-        has_limit = has_limit and self.options.tokenizer is not None
+        has_limit = options.tokenizer is not None and (
+            self._is_our_chat or options.max_prompt_len is not None
+        )
         num_in_a_row = 0
         for task in taskset:
             prompt = first_messages(task.data)
@@ -178,7 +180,7 @@ class V1Environment:
                 if not taskset.bounded and num_in_a_row >= MAX_OVERLONG:
                     raise InvalidEnvironmentError(
                         f"{num_in_a_row} tasks of its stream one after the other have "
-                        f"{self.options.why_overlong}"
+                        f"{options.why_overlong}"
                     )
 
     def sizes(self, split: Split) -> list[int]:

@@ -146,9 +146,7 @@ class ServerClient:
         url, headers = base + path, {"Authorization": f"Bearer {generation_key(base)}"}
         body = rollout.with_seed(body)
         try:
-            response = None
-            if is_first:
-                response = await self._ask_with_others(url, body, headers)
+            response = await self._ask_with_others(url, body, headers) if is_first else None
             if response is None:
                 response = await self._ask(url, json.dumps(body), headers)
             if not response.is_error:
