@@ -223,6 +223,18 @@ def test_a_save_that_is_broken_off_leaves_whole_checkpoints_only(
     assert names_of(folder, "_*") in ([], ["_unfinished"]) and steps_of(folder) == [1, 2, 3, 3]
 
 
+def test_code_that_changes_the_working_directory_does_not_move_the_run(
+    make_run, tmp_path, monkeypatch
+):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    leave = on("on_step_begin", lambda state: os.chdir(tmp_path / "elsewhere"))
+    make_run(output_dir="run", callbacks=[leave], save_steps=1).train()
+    assert names_of(tmp_path / "run") and steps_of(tmp_path / "run")[:2] == [1, 2]
+    assert (tmp_path / "run" / "config.json").is_file()
+    assert not [*(tmp_path / "elsewhere").iterdir()]
+
+
 def test_everything_is_on_the_disk_before_a_checkpoint_has_its_name(make_run, monkeypatch):
     done = []
 

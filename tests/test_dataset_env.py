@@ -61,6 +61,20 @@ def test_a_reward_function_gets_the_columns_that_it_names(dataset):
     assert scores(env) == [{"exact": 1.0}, {"exact": 0.0}]
 
 
+class Endless:
+    """A sequence of one's own, which makes a row for whatever number."""
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, number):
+        return {"prompt": str(number)}
+
+
+def test_a_sequence_ends_with_its_length():
+    assert [task.data.prompt for task in env_from(Endless(), short)] == ["0", "1", "2"]
+
+
 class Judge:
     def __call__(self, answer, completion):
         return exact(completion, answer)
@@ -144,9 +158,14 @@ def test_functions_and_weights_that_do_not_fit_are_one_line(functions, weights, 
         env_from(ROWS, functions, weights=weights)
 
 
-@pytest.mark.parametrize("value", [None, "1.0", math.nan, torch.ones(2), 10**400])
+@pytest.mark.parametrize(
+    "value",
+    [None, "1.0", b"1", math.nan, torch.ones(2), 10**400, "x" * 10**6],
+    ids=lambda value: f"{value!r:.20}",
+)
 def test_what_is_no_number_costs_the_rollout(value):
-    with pytest.raises(ValueError, match=r"function '.*' returned .*, which is no finite number"):
+    said = r"function '.*' returned .{1,80}, which is no finite number"
+    with pytest.raises(ValueError, match=said):
         scores(env_from(["p"], lambda completion: value))
 
 
@@ -187,6 +206,10 @@ def test_evaluations_may_have_rows_of_their_own():
         ([{"prompt": [CHAT[0] | {"role": "system"}], "answer": ""}], "row 0: .*leave system_pro"),
         ([["a"]], "row 0 is a list"),
         ([ROWS[0] | {"completion": "5"}], "'completion'.* another name"),
+        (
+            pyarrow.table([["a"], ["5"], ["6"]], names=["prompt", "answer", "answer"]),
+            r"columns of one name among \['prompt', 'answer'\]; rename",
+        ),
         (Dataset.from_list(ROWS).to_iterable_dataset(), r"pass list\(stream.take\(n\)\)"),
     ],
 )
@@ -247,6 +270,13 @@ def test_rewards_have_names_that_stay_whatever_they_are():
     assert [*scores(env)[0]] == ["exact", "Starts"]
     with pytest.raises(InvalidEnvironmentError, match="are named \\['exact', 'exact'\\]"):
         env_from(ROWS, [exact, partial(exact, answer="5")])
+
+
+def test_what_a_partial_has_bound_is_not_replaced_by_a_column():
+    bound = [partial(exact, answer="no"), partial(of_all, prompt="a", answer="b")]
+    assert scores(env_from(ROWS, bound)) == [{"exact": 0.0, "of_all": 0.0}] * 2
+    rows = [{"prompt": "2 + 3", "answer": "no"}]
+    assert scores(env_from(rows, partial(of_all, answer="5"))) == [{"of_all": 1.0}]
 
 
 def test_a_prompt_may_have_tool_calls_as_openai_has_them():

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import multiprocessing
 import os
 import pickle
 import re
@@ -235,11 +236,23 @@ def reward_of_info(completion, info):
     return 9.0 * (info == {1: (completion,)})
 
 
+class Counted:
+    """A reward with a part that only inheritance brings to another process, as its error says."""
+
+    def __init__(self):
+        self.lock = multiprocessing.Lock()
+
+    def __call__(self, completion):
+        return 1.0
+
+
 def test_what_cannot_be_made_again_runs_here_and_one_line_says_why(tokenizer, capfd):
-    env, reason = env_from(["a"], lambda completion: 1.0), "cannot be sent to another process"
-    runner = make_runner(env, "http://unused", tokenizer, RLConfig())
-    assert not isinstance(only_runner(runner), WorkerEnvironment)
-    assert re.search(f"in a thread of the trainer, .*{reason}", capfd.readouterr().out)
+    reason = "cannot be sent to another process"
+    for reward in (Counted(), lambda completion: 1.0):
+        env = env_from(["a"], reward)
+        runner = make_runner(env, "http://unused", tokenizer, RLConfig())
+        assert not isinstance(only_runner(runner), WorkerEnvironment)
+        assert re.search(f"in a thread of the trainer, .*{reason}", capfd.readouterr().out)
     with pytest.raises(InvalidEnvironmentError, match=f"env_workers=1: .*{reason}.*env_workers=0"):
         make_runner(env, "http://unused", tokenizer, RLConfig(env_workers=1))
     rows = [{"prompt": "a", "info": info} for info in ("x", lambda: "x")]

@@ -538,7 +538,9 @@ def test_overlong_prompts_are_left_out_and_counted(tokenizer, caplog, name, limi
         V1Environment(load(), replace(options, **{name: 5}))
 
 
-@pytest.mark.parametrize("refusal", ["raise_exception('no system role')", "'no system' + none"])
+@pytest.mark.parametrize(
+    "refusal", ["raise_exception('no system role')", "'no system' + none", "1 / 0"]
+)
 def test_a_prompt_that_the_template_refuses_is_told_before_any_rollout(tokenizer, refusal):
     gemma = copy.deepcopy(tokenizer)
     gemma.chat_template = (

@@ -72,6 +72,34 @@ except TimeoutError:
     assert run_python("-c", code).stdout == "the deadline\n"
 
 
+def test_the_child_of_a_fork_ends_with_its_task_whatever_its_code_does():
+    """Most code ends a child by `sys.exit()`, which a task contains."""
+    code = """
+import asyncio, os, sys
+from verifiers_rl.process.loop_thread import contain_tasks, run_contained
+
+async def fork(how):
+    if child := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    match how:
+        case "exits": sys.exit()
+        case "fails": sys.exit(3)
+        case "explains": sys.exit("why")
+        case "raises": raise ValueError
+        case "waits": await asyncio.sleep(0)
+    return 0
+
+async def main():
+    contain_tasks(asyncio.get_running_loop())
+    for how in ("exits", "fails", "explains", "raises", "waits", "returns"):
+        print(how, await run_contained(fork(how)), flush=True)
+
+asyncio.run(main())
+"""
+    said = run_python("-c", code).stdout.splitlines()
+    assert said == ["exits 0", "fails 3", "explains 1", "raises 1", "waits 1", "returns 1"]
+
+
 def test_a_task_that_cancels_itself_is_not_warned_of(run, caplog):
     """As aiohttp's server ends the task of a closed connection."""
 

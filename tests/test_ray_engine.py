@@ -43,7 +43,7 @@ def test_what_travels_is_a_toml_and_the_modules_beside_it(tmp_path, capsys):
     path = read_toml(source, "trainer_nodes = 2\n[trainer.args]\nmax_steps = 7\n")
     path.write_text(f'env_file = "keys"\n{path.read_text()}[env.args]\napi_key = "hf_0123"\n')
     config = load_run_config([path], ["--trainer.args.batch_size=24"])
-    ray_engine.write_code(config, "runs/a", target)
+    ray_engine.write_code(config, f"{tmp_path}/run", target)
     sent = {str(p.relative_to(target)) for p in target.rglob("*") if p.is_file()}
     weights = {"code0/model/config.json", "code0/model/generation_config.json"}
     assert sent - weights == {"config.toml", "code0/mine.py", "code0/package/data.json"}
@@ -52,7 +52,7 @@ def test_what_travels_is_a_toml_and_the_modules_beside_it(tmp_path, capsys):
     data = tomllib.loads((target / "config.toml").read_text())
     assert data["import_from"] == ["./code0"] and "cluster" not in data
     assert data["model"] == str(source / "model")
-    wanted = {"max_steps": 7, "batch_size": 24, "output_dir": str(Path("runs/a").absolute())}
+    wanted = {"max_steps": 7, "batch_size": 24, "output_dir": f"{tmp_path}/run"}
     assert wanted.items() <= data["trainer"]["args"].items()
 
 

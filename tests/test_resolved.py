@@ -90,12 +90,12 @@ def test_paths_that_are_relative_to_where_the_run_starts_are_absolute_in_it(tmp_
             f'model = "{model}"\n[env]\nid = "e"\n[inference.args]\nchat_template = "file"\n'
             '[trainer.args]\ndeepspeed = "file"\nresume_from_checkpoint = "file"\n'
         )
-        data = tomllib.loads(resolved_text(load_run_config(config, checks_model=False), "runs/a"))
-        file = str(tmp_path / "file")
+        read, folder = load_run_config(config, checks_model=False), f"{tmp_path}/runs/a"
+        data, file = tomllib.loads(resolved_text(read, folder)), str(tmp_path / "file")
         assert data["model"] == f"{tmp_path}/models/m"
         assert data["inference"]["args"] == {"chat_template": file}
         expected = {"deepspeed": file, "resume_from_checkpoint": file}
-        assert data["trainer"]["args"] == expected | {"output_dir": f"{tmp_path}/runs/a"}
+        assert data["trainer"]["args"] == expected | {"output_dir": folder}
 
 
 def test_processes_of_a_run_read_it_unless_secrets_are_left_out_in_it(tmp_path):
@@ -104,7 +104,7 @@ def test_processes_of_a_run_read_it_unless_secrets_are_left_out_in_it(tmp_path):
     for secret, file in (("", folder / RESOLVED), ('api_key = "of-a-judge"\n', config)):
         config.write_text(head + secret)
         read = load_run_config(config, ["--trainer.args.max_steps=7"], checks_model=False)
-        write_resolved(read, str(folder / ".." / "run"))
+        write_resolved(read, str(folder))
         assert read.layers.words[:2] == ["@", str(file)]
         again = load_run_config(folder / RESOLVED, checks_model=False)
         assert again.envs[0].args == {"level": 3} and again.trainer.args["max_steps"] == 7

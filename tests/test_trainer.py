@@ -1,6 +1,7 @@
 import math
 import re
 import signal
+import tracemalloc
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import cycle, product
@@ -770,6 +771,23 @@ def test_several_gpus_in_one_process_are_refused(make_trainer, monkeypatch):
     monkeypatch.setattr(RLConfig, "n_gpu", 2)
     with pytest.raises(ConfigError, match=r"2 GPUs are visible to one process.*accelerate launch"):
         make_trainer()
+
+
+def test_without_a_progress_bar_the_metrics_of_each_line_are_printed_once(make_trainer, capsys):
+    make_trainer(max_steps=2, logging_steps=1).train()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("{'")]
+    assert ["'reward': '0.25'" in line for line in lines] == [True, True, False]
+
+
+def test_a_run_without_an_end_needs_no_memory_for_its_steps(make_trainer):
+    trainer = make_trainer(max_steps=10**6)
+    tracemalloc.start()
+    try:
+        steps = trainer.get_train_dataloader()
+        assert len(steps) == 10**6 and next(iter(steps)) == {"step": [0]}
+        assert tracemalloc.get_traced_memory()[1] < 10**6  # bytes
+    finally:
+        tracemalloc.stop()
 
 
 def test_the_progress_bar_shows_the_reward(make_trainer):

@@ -77,6 +77,17 @@ def test_new_lines_of_metrics_are_read_once_and_a_replaced_file_from_its_begin(t
     assert metrics.not_finite == {} and metrics.num_unreadable == 0
 
 
+def test_a_run_with_odd_names_and_numbers_is_shown_beside_the_others(tmp_path):
+    odd = tmp_path / os.fsdecode(b"\xff")
+    write_lines(odd / "metrics.jsonl", {"step": 1}, {"step": 2, "loss": 10**400}, {"step": 3})
+    write_lines(tmp_path / "b/metrics.jsonl", {"step": 1})
+    runs = Runs([tmp_path])
+    states = [run.state() for run in runs.find()]
+    assert [(state["name"], state["step"]) for state in states] == [("b", 1), ("\\udcff", 3)]
+    assert states[1]["problems"] == ["metrics.jsonl: 1 lines cannot be read"]
+    assert runs["\\udcff"].metrics()["columns"] == {"step": [1, 3]}
+
+
 def test_what_is_no_file_or_has_another_schema_is_said_and_the_rest_is_shown(tmp_path):
     write_rows(tmp_path, make_row(1), make_row(2))
     pq.write_table(pa.table({"step": [3]}), tmp_path / "rollouts/step-000003.parquet")

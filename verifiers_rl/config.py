@@ -585,6 +585,8 @@ class RLConfig(TrainingArguments):
         except (ValueError, FileNotFoundError) as error:
             raise ConfigError(str(error)) from error
         self.torch_compile = compiles
+        # Code of an environment in this process may change the working directory.
+        self.output_dir = os.path.abspath(self.output_dir)
         # A launcher's processes find each other over GPUs, or on CPUs if they are told to.
         num_started = os.environ.get("WORLD_SIZE", "1") if "LOCAL_RANK" in os.environ else "1"
         if num_started != "1" and self.world_size == 1:

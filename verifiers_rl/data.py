@@ -58,7 +58,7 @@ def order_examples(
     """
     if len(sizes) == 1:
         return [example_index(p, sizes[0], shuffle, seed) for p in positions]
-    shares = np.array(weights or [1.0] * len(sizes), dtype=np.float64)
+    shares = np.array(weights or [1.0] * len(sizes), float)
     borders = np.cumsum(shares / shares.sum())[:-1]
     golden = (5**0.5 - 1) / 2
     dealt = np.searchsorted(borders, np.arange(positions.stop) * golden % 1, "right")
@@ -77,7 +77,7 @@ def examples_at(order: ExampleOrder, positions: range, sizes: Sequence[int]) -> 
     Raises:
         ValueError: the order returns too few or too many examples, or one that does not exist.
     """
-    indices = [int(index) for index in order(positions, sizes)]
+    indices = [*map(int, order(positions, sizes))]
     if len(indices) != len(positions):
         raise ValueError(
             f"example_order returned {len(indices)} examples for the {len(positions)} positions "
@@ -92,10 +92,9 @@ def examples_at(order: ExampleOrder, positions: range, sizes: Sequence[int]) -> 
 
 def first_of_each(sizes: Sequence[int], num_examples: int) -> list[int]:
     """Return the first `num_examples` examples of each environment, or all if there are fewer."""
-    starts = [sum(sizes[:env]) for env in range(len(sizes))]
     return [
-        start + own
-        for start, size in zip(starts, sizes, strict=True)
+        sum(sizes[:env]) + own
+        for env, size in enumerate(sizes)
         for own in range(min(num_examples, size))
     ]
 
@@ -110,8 +109,9 @@ def group_by_role(group: Sequence[Rollout]) -> list[list[Rollout]]:
 
 
 # With those that turn the direction of the text behind them.
-_CONTROLS = {*range(32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)}
-_REMOVED = dict.fromkeys(_CONTROLS - {*map(ord, "\n\t")})
+_REMOVED = dict.fromkeys(
+    {*range(32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)} - {*b"\n\t"}
+)
 
 
 MAX_MESSAGE = 2000  # characters of an error's own text that are shown

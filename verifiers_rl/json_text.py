@@ -16,7 +16,7 @@ def without_nan(value: Any) -> Any:
     """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if value is None or isinstance(value, str | bool | int):
+    if isinstance(value, str | int | None):
         return value
     if isinstance(value, Mapping):
         return {str(key): without_nan(part) for key, part in value.items()}
@@ -26,6 +26,9 @@ def without_nan(value: Any) -> Any:
 
 
 def as_json(value: Any) -> bytes:
-    """Return a value as JSON in UTF-8, on one line."""
-    text = json.dumps(without_nan(value), ensure_ascii=False, allow_nan=False)
-    return text.encode(errors="replace")  # half a surrogate pair has no form in UTF-8
+    """Return a value as JSON in UTF-8, on one line. Half a surrogate pair, which has no form in
+    UTF-8, becomes `?`.
+    """
+    return json.dumps(without_nan(value), ensure_ascii=False, allow_nan=False).encode(
+        errors="replace"
+    )

@@ -322,9 +322,9 @@ def collate(
         pad_token_id: fills the rest of each row.
         num_shared: from `plan_batch`; by default, no sample shares tokens.
     """
-    shares = {i: int(num_shared[i]) for row in rows for i in row} if num_shared is not None else {}
+    shares = np.zeros(len(samples), int) if num_shared is None else num_shared
     # At least 2, because a row of one token predicts nothing.
-    width = max([2, *(sum(samples[i].num_tokens - shares.get(i, 0) for i in r) for r in rows)])
+    width = max([2, *(sum(samples[i].num_tokens - int(shares[i]) for i in r) for r in rows)])
     shape = (max(len(rows), 1), width)
     input_ids = np.full(shape, pad_token_id)
     positions = np.arange(width)
@@ -343,7 +343,7 @@ def collate(
         stop = start_of_last = 0
         path = positions[:0]
         for i in row:
-            sample, common = samples[i], shares.get(i, 0)
+            sample, common = samples[i], int(shares[i])
             start, stop = stop, stop + sample.num_tokens - common
             path = np.concatenate([path[:common], positions[start:stop]])
             input_ids[r, start:stop] = sample.token_ids[common:]
@@ -376,12 +376,12 @@ def collate(
         no = positions[:0]
         sources += [(sample, 0.0, 0, no, no) for sample in samples]  # for the names of the columns
     parts, weights, rows_of_parts, loss_tokens, offsets = zip(*sources, strict=True)
-    counts = torch.tensor([len(at) for at in loss_tokens])
+    counts = torch.tensor([*map(len, loss_tokens)])
 
     def column_of_targets(name: str) -> Tensor:
-        whole = [part.column(name) for part in parts]
-        own = [None if c is None else c[at] for c, at in zip(whole, loss_tokens, strict=True)]
-        return torch.from_numpy(join_column(name, [*zip(counts.tolist(), own, strict=True)]))
+        whole = [(part.column(name), at) for part, at in zip(parts, loss_tokens, strict=True)]
+        own = [(len(at), None if column is None else column[at]) for column, at in whole]
+        return torch.from_numpy(join_column(name, own))
 
     targets = Targets(
         rows=torch.tensor(rows_of_parts).repeat_interleave(counts),

@@ -153,7 +153,7 @@ class Places:
                 yield session
             finally:
                 self._sessions.discard(session)
-                if router is not None and url is not None:
+                if url is not None:
                     router.release(url, session.is_lost)
 
     def lose(self, url: str) -> None:

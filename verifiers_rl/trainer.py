@@ -40,7 +40,7 @@ import torch
 from peft.helpers import disable_input_dtype_casting
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, set_seed
+from transformers import PreTrainedModel, PrinterCallback, set_seed
 
 from verifiers_rl.advantages import AdvantageFn
 from verifiers_rl.checkpoints import Checkpoints, SavingTrainer, check_final
@@ -168,7 +168,9 @@ class RLTrainer(SavingTrainer):
         self.checkpoints, self._files = Checkpoints(self), RunFiles(self)
         if (adaptive_kl := adaptive_kl_of(self.loss_fn)) is not None:
             self.checkpoints.kept["adaptive_kl"] = adaptive_kl
-        if not args.disable_tqdm:
+        if args.disable_tqdm:
+            self.remove_callback(PrinterCallback)  # `RunFiles` prints
+        else:
             replace_progress_bar(self)
         for callback in (self.checkpoints, self._files, self._window):
             self.add_callback(callback)
@@ -496,8 +498,8 @@ class RLTrainer(SavingTrainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """Give Trainer one placeholder per step to count. The orchestrator has the data."""
-        steps = [{"step": step} for step in range(self.args.max_steps)]
-        return DataLoader(steps, batch_size=1)  # type: ignore[arg-type]
+        steps = range(self.args.max_steps)  # no list, because there may be a billion
+        return DataLoader(steps, collate_fn=lambda step: {"step": step})  # type: ignore[arg-type]
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Count the operations of forward and backward for this rank's share of the batch."""

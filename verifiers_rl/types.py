@@ -246,7 +246,7 @@ class Rollout:
         Raises:
             ValueError: there are more or fewer advantages than tokens.
         """
-        values = np.asarray(advantage, np.float64)
+        values = np.asarray(advantage, float)
         lengths = [sample.num_tokens for sample in self.samples]
         if not lengths and not values.size:  # nothing was sampled
             return
@@ -258,9 +258,8 @@ class Rollout:
         for sample, part in zip(self.samples, parts, strict=False):
             sample.set_advantage(part)
         if values.ndim:
-            of_loss = [sample.advantages[sample.loss_mask] for sample in self.samples]
-            num_loss_tokens = sum(map(len, of_loss))
-            values = np.concatenate(of_loss).sum(dtype=np.float64) / max(num_loss_tokens, 1)
+            of_loss = np.concatenate([s.advantages[s.loss_mask] for s in self.samples])
+            values = of_loss.sum(dtype=float) / max(len(of_loss), 1)
         self.advantage = float(values)
 
     def leave_out_of_loss(self) -> None:
@@ -386,8 +385,8 @@ class Batch:
         """Return the optimizer steps between the weights that sampled a token and the weights that
         train on it: mean and maximum over sampled tokens.
         """
-        sampled_by = [s.policy_versions[s.policy_versions >= 0] for s in self.samples]
-        versions = np.concatenate(sampled_by) if sampled_by else np.zeros(0)
+        sampled_by = (s.policy_versions[s.policy_versions >= 0] for s in self.samples)
+        versions = np.concatenate([np.zeros(0), *sampled_by])
         if not len(versions):
             return {}
         return {

@@ -200,7 +200,7 @@ def make_source_and_sink(
     if is_beside and both and "OMP_NUM_THREADS" not in os.environ:
         # The server on this machine has pinned its threads to the first half of the cores.
         num_cores = os.cpu_count() or 1
-        torch.set_num_threads(max(num_cores - max(num_cores // 2, 1), 1))
+        torch.set_num_threads(num_cores - num_cores // 2)
     if runner is None:
         assert replaced.orchestrator is not None
         return replaced.orchestrator, weight_sync
@@ -222,16 +222,20 @@ def make_pool(tokenizer: Any, args: Any) -> ServerPool:
         if not is_split(model):  # else it would need all ranks
             check_agreement(model, client, model_name, tokenizer, args)
 
-    timeout_s = args.vllm_server_timeout
     make_sync = partial(
         WeightSync,
         backend=args.weight_sync_backend,
-        timeout_s=timeout_s,
+        timeout_s=args.vllm_server_timeout,
         trainer=secrets.token_hex(8),  # a server that was lost may still count on the hold before
     )
-    clients = [InferenceClient(*address) for address in args.servers()]
-    check_server = partial(check_options, args)
-    return ServerPool(clients, make_sync, check_server, compare, args.lora_sync, timeout_s)
+    return ServerPool(
+        [InferenceClient(*address) for address in args.servers()],
+        make_sync,
+        partial(check_options, args),
+        compare,
+        args.lora_sync,
+        args.vllm_server_timeout,
+    )
 
 
 def check_options(args: Any, url: str, status: dict[str, Any]) -> None:

@@ -32,11 +32,11 @@ def resolved(config: TrainConfig, output_dir: str) -> tuple[dict[str, Any], list
     """Return the data of this configuration's TOML, and the keys of secrets, which it lacks.
 
     Args:
-        output_dir: folder of the run.
+        output_dir: folder of the run, absolute.
     """
     data = copy.deepcopy(config.layers.tree)
     data["import_from"] = list(map(str, config.folders))
-    args = {**config.trainer.args, "output_dir": str(Path(output_dir).absolute())}
+    args = {**config.trainer.args, "output_dir": output_dir}
     args = {name: value for name, value in args.items() if name not in STARTS or value is not True}
     data["trainer"] = {**data.get("trainer", {}), "args": args}
     for table in (data["trainer"], data.get("inference", {}), *data.get("teacher", [])):
@@ -87,7 +87,7 @@ def write_resolved(config: TrainConfig, output_dir: str) -> Path:
     this process starts then reads it, so that all run the same whatever happens to the files; where
     secrets are left out in it, they read the files.
     """
-    target = Path(os.path.abspath(Path(output_dir).expanduser())) / RESOLVED
+    target = Path(output_dir, RESOLVED)
     words, text = ["@", str(target)], resolved_text(config, output_dir)
     if config.layers.words != words:
         # Other ranks may be reading the file, if it was an input.

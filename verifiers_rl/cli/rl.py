@@ -127,7 +127,7 @@ def run_anywhere(config: RunConfig) -> int:
     args = check_trainer_options(config)
     check_start(config, args)
     plans = plan_run(config)
-    logs = Path(args.output_dir).absolute() / LOGS
+    logs = Path(args.output_dir, LOGS)
     here = ThisMachine(config, plans, logs)
     write_resolved(config, args.output_dir)
     return supervise(config, plans, here)
@@ -199,7 +199,7 @@ def check(config: RunConfig) -> int:
     """
     args = check_trainer_options(config)
     check_start(config, args)
-    target = Path(args.output_dir).absolute()
+    target = Path(args.output_dir)
     # Where the run's own folder is or will be, because there is room for a model.
     beside = next(path for path in (target, *target.parents) if path.exists())
     with tempfile.TemporaryDirectory(prefix=".vf-rl-check-", dir=beside) as folder:

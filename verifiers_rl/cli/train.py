@@ -113,8 +113,7 @@ def ask_for_server(path: Path, policy: Any, adapter: Any, args: Any) -> None:
             "save_pretrained, and give RLTrainer the folder"
         )
     options = {name: value for name in OF_SERVER if (value := getattr(args, name))}
-    options["output_dir"] = os.path.abspath(args.output_dir)
-    # The request is in another folder than the one to which these are relative.
+    # The request is in another folder than the one to which the path is relative.
     model = os.path.abspath(model) if os.path.isdir(model) else model
     if path.exists() and (served := tomllib.loads(path.read_text("utf-8"))["model"]) != model:
         raise ConfigError(

@@ -62,7 +62,7 @@ def pickle_for_worker(thing: Any) -> bytes:
     """
     try:
         data = pickle.dumps(thing)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
+    except Exception as error:  # whatever a part of it raises
         raise NotPortableError(f"its parts cannot be sent to another process: {error}") from error
     if needs_script(data):
         check_importable(sys.modules["__main__"])
@@ -73,8 +73,8 @@ def needs_script(pickled: bytes) -> bool:
     """Return whether a pickle has a class or a function of the script that runs; a text that has
     `__main__` in it is none.
     """
-    return b"__main__" in pickled and any(
-        argument == "__main__" for _, argument, _ in pickletools.genops(pickled)
+    return b"__main__" in pickled and "__main__" in (
+        argument for _, argument, _ in pickletools.genops(pickled)
     )
 
 

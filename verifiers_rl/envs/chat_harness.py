@@ -39,7 +39,7 @@ Post = Callable[[str, dict[str, Any]], Awaitable[Any]]
 
 def first_messages(data: Any) -> list[dict[str, Any]]:
     """Return the first prompt of a task's data as messages for a chat template."""
-    messages = [] if not data.system_prompt else [{"role": "system", "content": data.system_prompt}]
+    messages = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
     if isinstance(data.prompt, str):
         return [*messages, {"role": "user", "content": data.prompt}]
     return [*messages, *map(message_to_wire, data.prompt or [])]

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -69,12 +69,14 @@ class ExampleTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
             if inspect.isawaitable(given):
                 given = await given
             try:
-                scores[name] = float(given)  # of Python, of numpy, or in a tensor
+                # Of Python, of numpy, or in a tensor; float alone would take texts.
+                scores[name] = float(given + 0)
             except Exception:  # whatever its type raises
                 scores[name] = math.nan
-            if isinstance(given, str) or not math.isfinite(scores[name]):
+            if not math.isfinite(scores[name]):
                 raise ValueError(
-                    f"the reward function {name!r} returned {given!r}, which is no finite number"
+                    f"the reward function {name!r} returned {given!r:.80}, which is no finite "
+                    "number"
                 )
         return scores
 
@@ -107,11 +109,11 @@ class ExampleTaskset(vf.Taskset[ExampleTask, vf.TasksetConfig]):
             column: next((number for number, row in enumerate(rows) if column not in row), None)
             for column in dict.fromkeys(chain.from_iterable(rows))
         }
-        known, whose = {REPLY: None} | self.columns, f"{what}: the reward function"
+        known = {REPLY: None} | self.columns
         # A worker that gets the taskset imports the functions' scripts.
         self.rewards = [
-            (reward, weight, fn, parameters_from(fn, known, f"{whose} {reward!r}"))
-            for reward, weight, fn in rewards
+            (one, weight, fn, parameters_from(fn, known, f"{what}: the reward function {one!r}"))
+            for one, weight, fn in rewards
         ]
         wanted = {name for *_, parameters in self.rewards for name in parameters}
         self.tasks: list[ExampleTask] = []
@@ -171,13 +173,13 @@ class DatasetEnvironment(V1Environment):
                         f"the prompt's {len(prompt_ids)} tokens fill max_seq_len={limit}"
                     )
                 body["max_tokens"] = min(body.get("max_tokens") or room, room)
-                client = self.client.of_rollout(session)
-                reply = await client.reply_to(body, prompt_ids, is_first=True)
+                reply = await self.client.of_rollout(session).reply_to(
+                    body, prompt_ids, is_first=True
+                )
                 (choice,) = reply.completion["choices"]
                 message, finish_reason = choice["message"], choice["finish_reason"]
                 message |= {"reasoning_content": message.get("reasoning")}
-                turn = Turn(prompt_ids, reply)
-                (sample,) = samples_from_turns([turn], request.policy_version)
+                (sample,) = samples_from_turns([Turn(prompt_ids, reply)], request.policy_version)
                 rollout.generation_s = time.time() - begun_at
                 rollout.num_turns, rollout.is_truncated = 1, finish_reason == "length"
                 rollout.completion = text_of([message])
@@ -219,12 +221,12 @@ def env_from(
             column `prompt` holds strings or lists of messages; or a list of prompts as strings.
         reward_fn: returns the reward of one reply. It gets what its parameters name: `completion`,
             the reply as text; `prompt`; any other column of the dataset; `**kwargs` gets all of
-            these. A column that a row lacks is left to the parameter's default. It runs in a
-            rollout worker (`env_workers`) if it is defined in a module, or in a script that has
-            `if __name__ == "__main__":`, else in the trainer's process. A function that waits
-            should be async, because otherwise all rollouts of its process wait with it. Of several,
-            the reward is the sum; each one's own score has the function's name in the metrics and
-            in `Rollout.metrics`.
+            these. A column that a row lacks is left to the parameter's default, and what a partial
+            has bound stays. It runs in a rollout worker (`env_workers`) if it is defined in a
+            module, or in a script that has `if __name__ == "__main__":`, else in the trainer's
+            process. A function that waits should be async, because otherwise all rollouts of its
+            process wait with it. Of several, the reward is the sum; each one's own score has the
+            function's name in the metrics and in `Rollout.metrics`.
         system_prompt: put before each prompt.
         eval_dataset: for evaluations, in place of `dataset`.
         weights: of the functions in that sum; by default 1 each.
@@ -280,7 +282,7 @@ def examples_of(dataset: Any, name: str) -> list[Mapping[str, Any]]:
             f"strings, not a {type(dataset).__name__}; of a DatasetDict, pass one of its splits, "
             f"{name}[...]; of a stream, pass list(stream.take(n)); of a set, a sorted list"
         )
-    records = dataset
+    records: Any = islice(dataset, len(dataset))  # a sequence of one's own may have no end
     if hasattr(dataset, "to_pylist"):  # of pyarrow
         records = dataset.to_pylist()
     elif hasattr(dataset, "to_dicts"):  # of polars
@@ -306,6 +308,11 @@ def examples_of(dataset: Any, name: str) -> list[Mapping[str, Any]]:
                 f"env_from: {name} has a column {REPLY!r}, which is what the reward function calls "
                 "the reply; give the column another name, such as 'answer'"
             )
+    # Columns of a frame may have one name, and a row has the last of them.
+    if isinstance(records, list) and len(rows[0]) < getattr(dataset, "shape", [0])[-1]:
+        raise InvalidEnvironmentError(
+            f"env_from: {name} has columns of one name among {[*rows[0]]}; rename all but one"
+        )
     return rows
 
 
@@ -321,7 +328,8 @@ def parameters_from(
     Raises:
         InvalidEnvironmentError: it needs another one, or one that a row lacks.
     """
-    wanted = []
+    wanted, bound = [], getattr(function, "keywords", ())  # what a partial has stays as it is
+    known = {name: known[name] for name in known if name not in bound}
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             return tuple(known)

@@ -79,7 +79,7 @@ class Renderer:
             return False
         try:
             num_tokens = len(self.render(prompt, **template))
-        except (TemplateError, TypeError) as error:
+        except Exception as error:  # what the template raises, and what Python does in it
             if not roles.endswith("user"):
                 return False  # somebody else opens the conversation, and the template gets more
             raise ValueError(

@@ -161,8 +161,9 @@ class V1Environment:
         options = self.options
         limit, template = options.prompt_limit, options.chat_template_kwargs
         # Other harnesses may show the model less than the prompt.
-        has_limit = self._is_our_chat or options.max_prompt_len is not None
-        has_limit = has_limit and options.tokenizer is not None
+        has_limit = options.tokenizer is not None and (
+            self._is_our_chat or options.max_prompt_len is not None
+        )
         num_in_a_row = 0
         for task in taskset:
             prompt = first_messages(task.data)

@@ -37,17 +37,17 @@ SEEDS = "seeds"
 _ID, _LOGPROB = np.dtype("<i4"), np.dtype("<f4")
 
 
-def pack_ids(token_ids: Sequence[int] | np.ndarray) -> str:
-    return b64encode(np.asarray(token_ids, _ID).tobytes()).decode()
+def pack_ids(token_ids: Sequence[int] | np.ndarray, dtype: Any = _ID) -> str:
+    return b64encode(np.asarray(token_ids, dtype).tobytes()).decode()
 
 
-def unpack_ids(text: str) -> np.ndarray:
-    """Invert `pack_ids`: (tokens,) int32.
+def unpack_ids(text: str, dtype: Any = _ID) -> np.ndarray:
+    """Invert `pack_ids`: (tokens,) int32, or numbers of another type.
 
     Raises:
         ValueError: this is not base64, or not a whole number of ids.
     """
-    return np.frombuffer(b64decode(text, validate=True), _ID)
+    return np.frombuffer(b64decode(text, validate=True), dtype)
 
 
 def pack_sampled(
@@ -58,8 +58,7 @@ def pack_sampled(
     """Return the value of the reply's `packed_tokens`. `mask`: how many tokens could be sampled, a
     position, and their ids.
     """
-    as_bytes = np.asarray(logprobs, _LOGPROB).tobytes()
-    packed = {"token_ids": pack_ids(token_ids), "logprobs": b64encode(as_bytes).decode()}
+    packed = {"token_ids": pack_ids(token_ids), "logprobs": pack_ids(logprobs, _LOGPROB)}
     if mask is not None:
         packed |= {"num_allowed": pack_ids(mask[0]), "allowed": pack_ids(mask[1])}
     return packed
@@ -67,8 +66,7 @@ def pack_sampled(
 
 def unpack_sampled(packed: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     """Invert `pack_sampled`: ids (tokens,) int32 and logprobs (tokens,) float32."""
-    logprobs = np.frombuffer(b64decode(packed["logprobs"], validate=True), _LOGPROB)
-    return unpack_ids(packed["token_ids"]), logprobs
+    return unpack_ids(packed["token_ids"]), unpack_ids(packed["logprobs"], _LOGPROB)
 
 
 def unpack_experts(text: str) -> np.ndarray:

@@ -132,9 +132,8 @@ class ServerClient:
         # A server that starts anew may have another key.
         headers = {"Authorization": f"Bearer {generation_key(base)}"}
         try:
-            line = None
-            if is_first:
-                line = await self._ask_with_others(url, body, seed, headers)
+            asked = url, body, seed, headers
+            line = await self._ask_with_others(*asked) if is_first else None
             if line is None:
                 line = await self._ask(url, json.dumps(body | {SEEDS: [seed]}), headers)
             _, spans, reply = line.split(b" ", 2)

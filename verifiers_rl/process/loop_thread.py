@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import os
 import threading
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
@@ -25,7 +26,8 @@ def contain_tasks(loop: asyncio.AbstractEventLoop) -> None:
 
     asyncio lets SystemExit and KeyboardInterrupt end the loop, and takes a task that raises
     CancelledError itself for a cancelled one, for whose result nobody waits. Code of environments
-    and of models raises all of them: `exit()` is usual.
+    and of models raises all of them: `exit()` is usual. A child that the code forks ends with its
+    task, with the status of its `exit()`.
     """
 
     def make_task(loop: Any, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
@@ -38,15 +40,18 @@ def contain_tasks(loop: asyncio.AbstractEventLoop) -> None:
 
 
 async def _contained(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    pid, code = os.getpid(), 1
     try:
         return await coroutine
     except Exception:
         raise
     except BaseException as error:
-        if isinstance(error, asyncio.CancelledError) and asyncio._get_running_loop():
-            current: Any = asyncio.current_task()
-            current.add_done_callback(_retrieve)
+        code = getattr(error, "code", 1) or 0
         _raise_contained(error)
+    finally:
+        # The child of a fork in the code has come back; here it would take this process's messages.
+        if os.getpid() != pid:
+            os._exit(code if isinstance(code, int) else 1)
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:
@@ -61,8 +66,10 @@ def _raise_contained(error: BaseException) -> Never:
     if not asyncio._get_running_loop():  # it has ended, and the coroutine is thrown away
         raise error
     task: Any = asyncio.current_task()
-    if isinstance(error, asyncio.CancelledError) and task.cancelling():
-        raise error
+    if isinstance(error, asyncio.CancelledError):
+        task.add_done_callback(_retrieve)
+        if task.cancelling():
+            raise error
     raise ExitError(f"code of the environment raised {error!r}") from error
 
 

@@ -23,7 +23,7 @@ from threading import Thread
 from typing import Any
 
 import numpy as np
-from transformers import TrainerCallback
+from transformers import PrinterCallback, TrainerCallback
 
 from verifiers_rl.config import default_options
 from verifiers_rl.data import describe_error
@@ -188,9 +188,11 @@ class RunFiles(TrainerCallback):
             self._folder.mkdir(parents=True, exist_ok=True)
             with writing(target), target.open("ab") as file:
                 file.write(as_json(row) + b"\n")
-        batch, shows = self._trainer.batch, args.log_rollouts and not args.disable_tqdm
-        if shows and "step_s" in logs and batch.rollouts:
-            with showing("a table of rollouts"):
+        batch = self._trainer.batch
+        with showing("a line of metrics or a table of rollouts"):
+            if args.disable_tqdm:
+                PrinterCallback().on_log(args, state, control, logs)
+            elif args.log_rollouts and "step_s" in logs and batch.rollouts:
                 print_rollouts(batch.rollouts, state.global_step)
 
     def _append(self, split: Split, step: int, groups: Sequence[Sequence[Rollout]]) -> None:
@@ -244,8 +246,9 @@ def row_of(rollout: Rollout, step: int, split: Split, group: int) -> dict[str, A
     versions = {v for sample in samples for v in np.unique(sample.policy_versions).tolist()} - {-1}
     # One that is in no batch has no number there.
     in_loss = not failed and any(s.rollout_id >= 0 and s.loss_mask.any() for s in samples)
-    said = {"role": "assistant", "content": rollout.completion}
-    messages = [{"role": "user", "content": rollout.prompt}, *([said] if said["content"] else [])]
+    messages = [{"role": "user", "content": rollout.prompt}]
+    if rollout.completion:
+        messages.append({"role": "assistant", "content": rollout.completion})
     return {
         "step": step,
         "split": split,

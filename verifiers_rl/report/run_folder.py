@@ -194,13 +194,13 @@ def enter_run_folder(args: Any, resume: bool | str | None) -> str | None:
     """
     from verifiers_rl.distributed import broadcast_outcome
 
-    found: dict[str, Any] | None = None
+    found, folder = None, Path(args.output_dir)
     try:
         if args.process_index == 0:
             checkpoint = prepare_run_folder(args, resume)
-            keep_others_out(Path(args.output_dir))
+            keep_others_out(folder)
             if args.overwrite_output_dir:
-                clear_run_folder(Path(args.output_dir))
+                clear_run_folder(folder)
             if checkpoint is not None:
                 raise_if_damaged(checkpoint, reads_all=True)
                 saved = rl_state_of(checkpoint).get("position", {}).get("options", {})
@@ -221,8 +221,8 @@ def enter_run_folder(args: Any, resume: bool | str | None) -> str | None:
                         before,
                     )
                 print(f"resuming from {checkpoint}")
-                _set_later_aside(Path(args.output_dir), _step_of(checkpoint))
-            found = {"checkpoint": checkpoint and str(checkpoint)}
+                _set_later_aside(folder, _step_of(checkpoint))
+            found = {"checkpoint": str(checkpoint) if checkpoint else None}
     finally:  # rank 0 may rename checkpoints, so it alone looks
         found = broadcast_outcome(found)
     return found["checkpoint"]

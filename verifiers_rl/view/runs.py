@@ -94,7 +94,7 @@ def _free_name(folder: Path, taken: dict[str, Run], others: list[Path]) -> str:
         same = [other for other in others if "/".join(other.parts[-count:]) == name]
         if name not in taken and len(same) == 1:
             break
-    return name
+    return name.encode(errors="backslashreplace").decode()  # a file's name may be no UTF-8
 
 
 class Run:
@@ -297,16 +297,18 @@ class MetricsFile:
             step = row["step"]
             if not isinstance(step, int):
                 raise TypeError(step)
-        except (ValueError, TypeError, KeyError, RecursionError):
+            numbers = {  # None: it was NaN or infinite
+                name: math.nan if value is None else float(value)
+                for name, value in row.items()
+                if isinstance(value, int | float | None)
+            }
+        except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
             self.num_unreadable += bool(line.strip())
             return
-        for name, value in row.items():
-            if value is None:  # it was NaN or infinite
+        for name, value in numbers.items():
+            if row[name] is None:
                 count, first = self.not_finite.get(name, (0, step))
                 self.not_finite[name] = (count + 1, first)
-                value = math.nan
-            if not isinstance(value, int | float):
-                continue
             if name not in self.columns:
                 self.columns[name] = array("d", [math.nan]) * self.num_rows
             self.columns[name].append(value if math.isfinite(value) else math.nan)
