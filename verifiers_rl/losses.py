@@ -367,7 +367,7 @@ def cispo(inputs: LossInputs, eps_high: float = 4.0) -> LossOutputs:
     Returns:
         The summed loss, and `clipped_share`, 1 where the cap was active.
     """
-    ratio = log_importance_ratio(inputs).exp().detach()  # (N,)
+    ratio = log_importance_ratio(inputs).exp()  # (N,)
     loss = policy_gradient(inputs, ratio.clamp(max=1 + eps_high))
     return LossOutputs(loss, {"clipped_share": (ratio > 1 + eps_high).float()})
 
@@ -394,7 +394,7 @@ def icepop(inputs: LossInputs, min_ratio: float = 0.5, max_ratio: float = 5.0) -
     Returns:
         The summed loss, and `masked_share`, 1 where a token was dropped.
     """
-    ratio = log_importance_ratio(inputs).exp().detach()
+    ratio = log_importance_ratio(inputs).exp()
     is_masked = ratio_mask(inputs, min_ratio, max_ratio)
     loss = policy_gradient(inputs, torch.where(is_masked, 0.0, ratio))
     return LossOutputs(loss, {"masked_share": is_masked.float()})
@@ -415,8 +415,7 @@ def ppo(inputs: LossInputs, eps_low: float = 0.2, eps_high: float = 0.28) -> Los
     Returns:
         The summed loss, and `clipped_share`, 1 where the clip was active.
     """
-    ratio = log_importance_ratio(inputs).exp()
-    return _clipped_surrogate(inputs, ratio, eps_low, eps_high)
+    return _clipped_surrogate(inputs, log_importance_ratio(inputs).exp(), eps_low, eps_high)
 
 
 @needs("nonzero_advantages")

@@ -370,9 +370,16 @@ def trainer_command(
     command, gpus = ["-m", config.MODULE, *words], config.trainer.gpus
     if num_machines == 1 and gpus < 2:
         return command
-    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={max(gpus, 1)}"]
-    launcher += [f"--nnodes={num_machines}", f"--node-rank={number}"]
     # The launcher kills its ranks so long after it has asked them to end; by default 30 s.
     grace_s = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", round(SAVE_GRACE_S))
-    launcher.append(f"--shutdown-timeout={grace_s}")
-    return [*launcher, f"--master-addr={master[0]}", f"--master-port={master[1]}", *command]
+    return [
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={max(gpus, 1)}",
+        f"--nnodes={num_machines}",
+        f"--node-rank={number}",
+        f"--shutdown-timeout={grace_s}",
+        f"--master-addr={master[0]}",
+        f"--master-port={master[1]}",
+        *command,
+    ]

@@ -348,8 +348,8 @@ def rollout_of_trace(
     nodes = trace.branches[-1].nodes if trace.branches else []
     first_reply = next((at for at, node in enumerate(nodes) if node.sampled), len(nodes))
     rollout = Rollout(
-        example_id=0,
-        prompt=trace.task.data.prompt_text,
+        0,
+        trace.task.data.prompt_text,
         completion=text_of([node.message for node in nodes[first_reply:]]),
         role=trace.agent.name,
         reward=finite_reward(trace.reward),
