@@ -262,8 +262,8 @@ def wrap_attention(implementation: str) -> None:
     ) -> tuple[Tensor, Tensor | None]:
         if sample_segments is None:
             return attend(*inputs, **kwargs)
-        *inputs_without_mask, _ = inputs
-        return sample_segments(attend, *inputs_without_mask, **kwargs)
+        kwargs.pop("attention_mask", None)  # some models give it by its name
+        return sample_segments(attend, *inputs[:4], **kwargs)
 
     wrapped: Any = attention
     wrapped.takes_segments = True

@@ -434,8 +434,7 @@ def gspo(inputs: LossInputs, eps_low: float = 3e-4, eps_high: float = 4e-4) -> L
     Returns:
         The summed loss, and `clipped_share`, 1 on the tokens of clipped sequences.
     """
-    mean_log_ratio, _ = sequence_log_ratios(inputs)
-    return _clipped_surrogate(inputs, mean_log_ratio.exp(), eps_low, eps_high)
+    return _clipped_surrogate(inputs, sequence_log_ratios(inputs)[0].exp(), eps_low, eps_high)
 
 
 def _clipped_surrogate(

@@ -107,8 +107,9 @@ def read_rows(folder: Path, step: int) -> list[dict[str, Any]]:
         if path < rollouts_file(folder, step):
             continue
         try:
-            is_wanted = [("step", "=", step), ("split", "=", "train")]
-            found = pq.read_table(path, filters=is_wanted).select(SCHEMA.names)
+            found = pq.read_table(
+                path, filters=[("step", "=", step), ("split", "=", "train")]
+            ).select(SCHEMA.names)
         except (pa.ArrowException, OSError, KeyError) as error:
             raise ConfigError(
                 f"{path} cannot be read: {error}; bring it back as the run has written it, or take "

@@ -344,9 +344,13 @@ def started_servers() -> dict[str, str]:
 def options_of_servers() -> dict[str, Any]:
     """Return the trainer's options for servers that `vf-rl` has started."""
     started = [at for name, at in started_servers().items() if name.startswith("inference")]
-    # In place of these two, which keep their defaults.
-    known = {"vllm_server_host": LOCAL_HOST, "vllm_server_port": 8000}
-    return {"vllm_servers": started, **known} if started else {}
+    # In place of the other two, which keep their defaults.
+    options = {
+        "vllm_servers": started,
+        "vllm_server_host": LOCAL_HOST,
+        "vllm_server_port": 8000,
+    }
+    return options if started else {}
 
 
 def host_and_port(host: str, port: int) -> str:
