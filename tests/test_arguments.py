@@ -65,6 +65,22 @@ def test_variables_that_change_the_numbers_of_a_step_are_refused(
         check_variables(SimpleNamespace(**{"bf16": False, "tf32": None, option: True}))
 
 
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_processes_that_would_each_train_alone_in_one_folder_are_refused(monkeypatch, name):
+    for other in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(other, raising=False)
+    args = RLConfig(use_cpu=True)
+    monkeypatch.setenv("SLURM_NTASKS", "2")  # of a batch script, which runs once
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv(name, "1")
+    check_variables(args)
+    monkeypatch.setenv(name, "2")
+    with pytest.raises(ConfigError, match=f"{name}=2: .* alone, .* by torchrun or acc"):
+        RLTrainer("a/model", "an env", args)
+    monkeypatch.setenv("WORLD_SIZE", "1")  # which says that it is alone
+    check_variables(args)
+
+
 # --- The result of a run as the model of the next -------------------------------------------------
 
 

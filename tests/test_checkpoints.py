@@ -390,6 +390,7 @@ def test_a_damaged_checkpoint_is_refused_with_its_file_and_an_older_one_offered(
         ("lora_use_rslora", True),
         ("optim", "sgd"),
         ("lora_target_modules", ["q_proj"]),
+        ("lora_modules_to_save", ["lm_head"]),
         ("TRAINER", "SFTTrainer"),
     ],
 )

@@ -9,6 +9,7 @@ from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from tests.helpers import ROOT, check_lines
+from verifiers_rl import RLTrainer
 from verifiers_rl.config import ConfigError, RLConfig
 
 
@@ -92,8 +93,8 @@ def test_processes_on_a_cpu_that_know_nothing_of_each_other_are_refused(monkeypa
     monkeypatch.setattr("torch.distributed.init_process_group", lambda *args, **kwargs: None)
     for name, value in (("LOCAL_RANK", "0"), ("RANK", "0"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=r"use_cpu=False: .* WORLD_SIZE=2 .* set use_cpu=True"):
-        RLConfig()
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE=2: .* alone, .* set use_cpu=True"):
+        RLTrainer("a/model", "an env", RLConfig())
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,71 @@ def test_metrics_of_several_environments_are_kept_apart():
     assert alone["a/score"] == 0.5 and "a/reward" not in alone
 
 
+def failed():
+    """What an episode that failed has left."""
+    return Rollout(0, "p", env="a", error=ValueError())
+
+
+def of_agents(**rewards):
+    """The rollouts of an episode: each agent's reward, and for the first agent a metric."""
+    group = [Rollout(0, "p", env="a", role=name, reward=r) for name, r in rewards.items()]
+    group[0].metrics = {"bluffed": 1.0}
+    return group
+
+
+def test_a_failed_episode_counts_as_a_rollout_of_each_agent():
+    groups = [[*of_agents(first=4.0, second=2.0), failed()], [failed(), failed()]]
+    # Four episodes of two agents, of which one has ended.
+    expected = {"reward": 6 / 8, "error_share": 3 / 4, "num_rollouts": 8, "pass@2": 1 / 2}
+    expected |= {"first/reward": 4.0, "second/reward": 2.0}
+    found = evaluation_metrics(groups)
+    assert {name: found[name] for name in expected} == expected
+    assert batch_metrics(groups)["error_share"] == 3 / 4
+    # With another environment of one agent beside it.
+    mixed = evaluation_metrics([*groups, scored("b", 1.0, math.nan)])
+    assert (mixed["reward"], mixed["num_rollouts"]) == (7 / 10, 10)
+    assert (mixed["a/reward"], mixed["b/reward"]) == (6 / 8, 1 / 2)
+    # Where none has ended, nobody knows how many agents there are.
+    assert evaluation_metrics([[failed(), failed()]])["num_rollouts"] == 2
+
+
+def test_the_mean_of_a_metric_is_over_the_rollouts_that_have_it():
+    groups = [[*of_agents(first=1.0, second=-1.0), *of_agents(first=1.0, second=-1.0)]]
+    groups[0][0].metrics = {"bluffed": 0.5}
+    assert batch_metrics(groups)["a/bluffed"] == 0.75
+    assert evaluation_metrics(groups)["bluffed"] == 0.75
+    # A rollout that failed counts as 0.
+    with_failed = [[*groups[0], failed(), failed()]]
+    assert batch_metrics(with_failed)["a/bluffed"] == 0.75
+    assert evaluation_metrics(with_failed)["bluffed"] == 0.375
+
+
+def test_a_score_that_is_named_like_another_number_gets_a_name_of_its_own(caplog):
+    names = ("reward", "reward_score", "runtime", "loss", "wait_s", "num_rollouts", "pass@2", "own")
+    group = scored("a", 1.0, 0.0)
+    for rollout in group:
+        rollout.metrics = {name: 10.0 + number for number, name in enumerate(names)}
+    renamed = {name: f"{name}_score" for name in names if name != "own"}
+    renamed["reward_score"] = "reward_score_score"
+    found = evaluation_metrics([group])
+    assert [found[renamed.get(name, name)] for name in names] == [10.0 + n for n in range(8)]
+    assert (found["reward"], found["num_rollouts"], found["pass@2"]) == (0.5, 2, 1.0)
+    assert not {"runtime", "wait_s", "loss"} & {*found}
+    lines = caplog.text.splitlines()
+    assert len(lines) == 7 and "metric 'runtime' is logged as 'runtime_score', because" in lines[5]
+    # In training, where num_rollouts and pass@2 are no names.
+    batch = batch_metrics([group])
+    assert (batch["a/reward_score"], batch["a/num_rollouts"], batch["reward"]) == (10.0, 15.0, 0.5)
+    several = batch_metrics([group, scored("b", 1.0)])
+    assert (several["a/reward"], several["a/reward_score"]) == (0.5, 10.0)
+    # It is said once; and where the only score is the reward, there is no second name for it.
+    assert len(caplog.text.splitlines()) == 7
+    for rollout in group:
+        rollout.metrics = {"reward": rollout.reward}
+    assert "reward_score" not in evaluation_metrics([group])
+    assert "a/reward_score" not in batch_metrics([group])
+
+
 def test_a_runner_of_ones_own_is_run_as_it_is(capsys):
     args, own = RLConfig(), StubRunner()
     assert only_runner(make_runner(own, "http://unused", None, args)) is own
@@ -75,6 +140,7 @@ def test_a_runner_of_ones_own_is_run_as_it_is(capsys):
         ([("a", {}), ("a", {"only": "eval"})], "two environments are named 'a'"),
         ([("e", {"only": "test"})], r"only\s.*'train' or 'eval'.*input_value='test'"),
         ([("e", {"sampling": {"max_tokens": 2}})], r"sampling\s.*Unexpected keyword argument"),
+        *(([(name, {})], "must be a name of letters") for name in ("", " ", "a\nb", "a/b")),
         ([("e", {"eval_examples": 0})], r"eval_examples\s.*equal to 1 .*input_value=0"),
     ],
 )

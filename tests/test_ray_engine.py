@@ -21,7 +21,7 @@ from tests.machines import REACH_SERVERS, STAND_INS, machines
 from verifiers_rl.cli.config import TomlError, load_run_config
 from verifiers_rl.cli.plan import ServerPlan, plan_servers
 from verifiers_rl.cluster import ray_engine
-from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, ServerLostError
+from verifiers_rl.inference.client import TOKEN_VARIABLE, ServerLostError
 
 HAS_RAY = shutil.which("ray", path=str(Path(sys.executable).parent)) is not None
 needs_ray = pytest.mark.skipif(not HAS_RAY, reason="needs the ray extra")
@@ -125,7 +125,7 @@ def test_a_server_that_starts_elsewhere_joins_through_one_that_answers(machines_
         told.append(known.base_url + path)
         return request
 
-    monkeypatch.setattr(InferenceClient, "post", post)
+    monkeypatch.setattr("verifiers_rl.inference.client.ControlRequest", post)
     again = found.start_server(plans[0])
     assert again.wanted == ("10.0.0.3", 7000)
     # The trainer hears of the new address from a server that it knows.

@@ -1,10 +1,12 @@
 """`vf-rl replay`: what losses make of a step that a run has recorded."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -16,8 +18,9 @@ from tests.test_recording import GroupSource
 from verifiers_rl import RLConfig, RLTrainer, losses
 from verifiers_rl.advantages import center_on_group_mean, of_rewards
 from verifiers_rl.cli import rl
+from verifiers_rl.cli.replay import main, shares_of, table_of
 from verifiers_rl.losses import LossOutputs
-from verifiers_rl.replay import Outcome, main, replay, shares_of, table_of
+from verifiers_rl.replay import Outcome, replay
 from verifiers_rl.report.run_folder import read_metrics
 
 STEPS = 3
@@ -42,6 +45,10 @@ def of_good(inputs):
 def opposite(group):
     assert [rollout.completion for rollout in group][-3:] == ["a1", "a2", "a3"]
     return [-advantage for advantage in of_rewards(center_on_group_mean)(group)]
+
+
+def too_many(group):
+    return [[1.0] * (sum(s.num_tokens for s in rollout.samples) + 1) for rollout in group]
 
 
 def named(*functions):
@@ -175,11 +182,36 @@ def test_a_run_of_a_toml_is_replayed_by_its_own_trainer(run, copied, capsys):
     assert "| masked_share/dppo |  | " in out  # of the default mask of cispo alone
 
 
-def without_tokens(folder):
+def changed(folder, column, change):
     for path in (folder / "rollouts").iterdir():
         table = pq.read_table(path)
-        place = table.column_names.index("has_tokens")
-        pq.write_table(table.set_column(place, "has_tokens", [[False] * len(table)]), path)
+        place, own = table.column_names.index(column), table.schema.field(column)
+        values = [change(value) for value in table[column].to_pylist()]
+        pq.write_table(table.set_column(place, own, pa.array(values, own.type)), path)
+
+
+def without_tokens(folder):
+    changed(folder, "has_tokens", lambda _: False)
+
+
+def with_shorter_advantages(folder):
+    changed(folder, "advantages", lambda values: values and values[:-1])
+
+
+def without_a_column(folder):
+    for path in (folder / "rollouts").iterdir():
+        pq.write_table(pq.read_table(path).drop(["has_tokens", "loss_mask"]), path)
+
+
+def with_a_file_cut(folder):
+    for path in (folder / "rollouts").iterdir():
+        path.write_bytes(path.read_bytes()[:-9])
+
+
+def with_a_pipe(folder):
+    for path in (folder / "rollouts").iterdir():
+        path.unlink()
+        os.mkfifo(path)  # for which a reader would wait
 
 
 def without_a_checkpoint(folder):
@@ -198,6 +230,11 @@ def with_another_model(folder):
     (without_tokens, "--step 2", "lacks the tokens of some groups; a run with log_rollouts=1"),
     (without_a_checkpoint, "--step 2", "--step 2: it starts from RUN/checkpoint-1, and the run's"),
     (with_another_model, "--step 1", "--step 1: logprobs are"),
+    (with_a_file_cut, "--step 2", "RUN/rollouts/step-000002.parquet cannot be read: "),
+    (with_a_pipe, "--step 1", "--step 1: no rollout in RUN/rollouts was in its loss"),
+    (without_a_column, "--step 1", "_tokens\" does not exist in schema'; bring it back as"),
+    (with_shorter_advantages, "--step 1", "--step 1: Sample: all arrays must have one length >= 1"),
+    (None, f"--step 1 --advantage {named(too_many)[0]}", "advantages for a rollout whose samples"),
 ])  # fmt: skip
 def test_what_is_missing_is_said_in_one_line(copied, run_main, change, words, said):
     if change is not None:

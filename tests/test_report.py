@@ -1,6 +1,7 @@
 """`vf-rl report`, on the folder of a run, and what the examples expect."""
 
 import json
+import os
 import tomllib
 
 from pydantic import TypeAdapter
@@ -10,7 +11,7 @@ from tests.helpers import ROOT
 from verifiers_rl import RLConfig
 from verifiers_rl.cli import rl
 from verifiers_rl.cli.report import Expected
-from verifiers_rl.report.run_folder import read_metrics
+from verifiers_rl.report.run_folder import read_metrics, read_run
 
 
 def test_a_run_is_compared_and_only_a_missed_target_is_no_failure(tmp_path, run_main):
@@ -47,6 +48,14 @@ def test_a_run_is_compared_and_only_a_missed_target_is_no_failure(tmp_path, run_
     for value in (None, "0.5", [1], float("nan")):
         status, lines = report(("last", value, 1))
         assert status == 1 and f"{file}: (0, 'low'): must be a " in lines[-1]
+
+
+def test_what_is_no_regular_file_is_not_waited_for(tmp_path, run_main):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    status, _, error = run_main(rl.main, "report", tmp_path)
+    assert status == 1 and f"{tmp_path}/metrics.jsonl: no file with rows; name another" in error
+    os.mkfifo(tmp_path / "run.json")
+    assert read_run(tmp_path) == {}
 
 
 def test_each_recipe_says_what_to_expect_and_plays_all_tasks_that_are_kept_for_it():

@@ -589,6 +589,22 @@ def test_a_proxy_that_fails_for_seconds_is_a_lost_connection_and_another_server_
     assert isinstance(caught.value, ServerLostError) == is_lost
 
 
+@pytest.mark.parametrize("status, text", [(404, "no backend"), (200, "<html>"), (200, "[]")])
+def test_a_proxy_that_answers_in_place_of_a_server_seen_before_is_a_lost_connection(status, text):
+    replies = [(200, '{"policy_version": 3}'), (status, text)]
+
+    async def answer(request):
+        status, text = replies[0]
+        return web.Response(status=status, text=text)
+
+    with in_thread(serving(answer, "/weight_sync/status")) as url:
+        client = InferenceClient("127.0.0.1", int(url.rpartition(":")[2]))
+        assert client.status() == {"policy_version": 3}
+        replies.pop(0)
+        with pytest.raises(ServerLostError, match=NOT_OURS):
+            client.status()
+
+
 def test_a_control_request_that_makes_no_sense_is_refused():
     with server_of() as (client, _):
         with pytest.raises(InferenceServerError, match=r"422: .*'plan', 'tensors'.*Field required"):

@@ -66,7 +66,6 @@ class Stateful(Protocol):
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """Return what a run that continues at this step needs, as JSON can have it."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
@@ -215,7 +214,7 @@ class Checkpoints(TrainerCallback):
             if step not in (0, self._saved_step):
                 trainer.evaluations.log_ended()
                 if trainer.args.save_strategy != "no" and self.can_repeat_step:
-                    self.save(partial(Trainer._save_checkpoint, trainer, trainer.model, trial=None))
+                    self.save(partial(Trainer._save_checkpoint, trainer, trainer.model, None))
                     trainer.control = trainer.callback_handler.on_save(
                         trainer.args, trainer.state, trainer.control
                     )

@@ -62,8 +62,12 @@ DEFAULT_MASK = 256  # top_k where a sampling mask needs one
 _CUTS = ("top_p", "top_k", "min_p")
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 SAMPLING_OF_ONE_ENV = (
-    *("max_tokens", *_CUTS, *_PENALTIES),
-    *("stop", "include_stop_str_in_output", "chat_template_kwargs"),
+    "max_tokens",
+    *_CUTS,
+    *_PENALTIES,
+    "stop",
+    "include_stop_str_in_output",
+    "chat_template_kwargs",
 )
 
 
@@ -174,35 +178,33 @@ _LAYERWISE = (
 )
 _NO_EPOCHS = _usable({"epoch": "a run counts steps, not epochs; set 'steps'"})
 _NO_LOSS = "it follows the loss of evaluations, and an evaluation on an environment has none"
-# Rules of inherited options.
-_INHERITED_RULES: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("adam_beta1", "adam_beta2"), (checked_as(ShareBelow1),)),
+# Rules of inherited options, one for each.
+_INHERITED_RULES: dict[str, Any] = {
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), checked_as(ShareBelow1)),
     **dict.fromkeys(
-        ("weight_decay", "max_grad_norm", "warmup_steps"), (checked_as(NotNegativeNumber),)
+        ("weight_decay", "max_grad_norm", "warmup_steps"), checked_as(NotNegativeNumber)
     ),
     # TrainingArguments takes or sets other types than it declares.
     **dict.fromkeys(
-        ("accelerator_config", "debug", "deepspeed", "fsdp", "fsdp_config"), (SkipValidation(),)
+        ("accelerator_config", "debug", "deepspeed", "fsdp", "fsdp_config"), SkipValidation()
     ),
-    **dict.fromkeys(("eval_strategy", "save_strategy", "logging_strategy"), (_NO_EPOCHS,)),
+    **dict.fromkeys(("eval_strategy", "save_strategy", "logging_strategy"), _NO_EPOCHS),
     **dict.fromkeys(
-        ("gradient_checkpointing_kwargs", "lr_scheduler_kwargs"), (checked_as(dict[str, Any]),)
+        ("gradient_checkpointing_kwargs", "lr_scheduler_kwargs"), checked_as(dict[str, Any])
     ),
-    "output_dir": (_can_be_path,),
-    "run_name": (_can_be_path, _stays_inside),
-    "eval_steps": (checked_as(PositiveNumber | None),),
-    "seed": (checked_as(Annotated[int, Field(ge=0, lt=2**32)]),),
-    "resume_from_checkpoint": (checked_as(str | bool),),  # a path, or true for the newest
-    "metric_for_best_model": (_usable({"loss": "an evaluation has no loss; set reward"}),),
-    "lr_scheduler_type": (_usable(dict.fromkeys(("reduce_lr_on_plateau", "greedy"), _NO_LOSS)),),
-    "optim": (
-        _usable(
-            {
-                "schedule_free": "its weights differ between training and evaluation, and the "
-                "server would sample from the wrong ones",
-                **dict.fromkeys(("lomo", "adalomo", "layerwise"), _LAYERWISE),
-            }
-        ),
+    "output_dir": _can_be_path,
+    "run_name": checked_as(Annotated[str | None, _can_be_path, _stays_inside]),
+    "eval_steps": checked_as(PositiveNumber | None),
+    "seed": checked_as(Annotated[int, Field(ge=0, lt=2**32)]),
+    "resume_from_checkpoint": checked_as(str | bool),  # a path, or true for the newest
+    "metric_for_best_model": _usable({"loss": "an evaluation has no loss; set reward"}),
+    "lr_scheduler_type": _usable(dict.fromkeys(("reduce_lr_on_plateau", "greedy"), _NO_LOSS)),
+    "optim": _usable(
+        {
+            "schedule_free": "its weights differ between training and evaluation, and the "
+            "server would sample from the wrong ones",
+            **dict.fromkeys(("lomo", "adalomo", "layerwise"), _LAYERWISE),
+        }
     ),
 }
 
@@ -301,10 +303,8 @@ class GroupFilter:
 
     @property
     def lets_all_pass(self) -> bool:
-        return self.min_reward_variance == 0 and (self.min_reward, self.max_reward) == (
-            -math.inf,
-            math.inf,
-        )
+        bounds = self.min_reward_variance, self.min_reward, self.max_reward
+        return bounds == (0, -math.inf, math.inf)
 
     def passes(self, group: Sequence[Rollout]) -> bool:
         taught = (r.has_own_advantages or r.added_advantages is not None for r in group)
@@ -587,14 +587,6 @@ class RLConfig(TrainingArguments):
         self.torch_compile = compiles
         # Code of an environment in this process may change the working directory.
         self.output_dir = os.path.abspath(self.output_dir)
-        # A launcher's processes find each other over GPUs, or on CPUs if they are told to.
-        num_started = os.environ.get("WORLD_SIZE", "1") if "LOCAL_RANK" in os.environ else "1"
-        if num_started != "1" and self.world_size == 1:
-            raise ConfigError(
-                f"use_cpu=False: a launcher has started WORLD_SIZE={num_started} processes, and "
-                "there is no GPU, so that each would train alone; set use_cpu=True (in a TOML "
-                "gpus = 0 under [trainer]), or start one process"
-            )
 
     # --- Checks -----------------------------------------------------------------------------------
 

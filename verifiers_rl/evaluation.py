@@ -112,9 +112,9 @@ class Evaluations(TrainerCallback):
                 trainer.control = trainer.callback_handler.on_evaluate(
                     trainer.args, state, trainer.control, metrics
                 )
-                if not is_current and trainer.args.metric_for_best_model is not None:
+                if not is_current:
                     # Begun anew by a resumed run; Trainer does this for those that it waits for.
-                    trainer._determine_best_metric(metrics, trial=None)
+                    trainer._determine_best_metric(metrics, None)
             finally:
                 state.global_step, state.epoch = now
             current = metrics if is_current else current

@@ -62,10 +62,8 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs = (x_target - log_z).clamp(min=-1e30)
         ctx.temperature, ctx.dtype = temperature, logits.dtype
         ctx.entropy_has_gradient = entropy_mode == "gradient"
-        if ctx.entropy_has_gradient:
-            ctx.save_for_backward(exp_x, z, targets, entropy)
-        else:
-            ctx.save_for_backward(exp_x, z, targets)
+        ctx.save_for_backward(exp_x, z, targets, entropy)
+        if not ctx.entropy_has_gradient:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -73,13 +71,12 @@ class _TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # d logprob / d logit_v = (1 if v is the target, else 0) - p(v), over the temperature
-        exp_x, z, targets, *saved = ctx.saved_tensors
+        exp_x, z, targets, entropy = ctx.saved_tensors
         grad = grads[0] / ctx.temperature
         grad_logits = exp_x * (-grad / z)[:, None]
         grad_logits.scatter_add_(1, targets[:, None], grad[:, None])
         if ctx.entropy_has_gradient:
             # d H / d logit_v = - p(v) (log p(v) + H), over the temperature; p = exp_x / z
-            (entropy,) = saved
             of_entropy = torch.xlogy(exp_x, exp_x)
             of_entropy.addcmul_(exp_x, (entropy - z.log())[:, None])
             grad_logits.sub_(of_entropy.mul_((grads[1] / ctx.temperature / z)[:, None]))
@@ -163,9 +160,9 @@ class _FrozenHead(torch.autograd.Function):
         results = []
         # A pass for each output that has a gradient: only one backward follows each call of the
         # head, as the hooks of ZeRO-3 expect, and the memory of a pass is free for the next one.
-        modes: list[Entropy] = [entropy_mode]
-        if entropy_mode == "gradient":
-            modes = ["none", "gradient"]
+        modes: list[Entropy] = (
+            ["none", "gradient"] if entropy_mode == "gradient" else [entropy_mode]
+        )
         for states, predict in zip(hidden.tensor_split(len(predictions)), predictions, strict=True):
             chunk = states.detach().requires_grad_()
             gradients: list[Tensor] = []

@@ -69,6 +69,15 @@ def must(text: str, holds: Callable[[Any], bool]) -> AfterValidator:
     return AfterValidator(check)
 
 
+EnvName = Annotated[  # part of the names of metrics
+    str,
+    must(
+        "be a name of letters, digits, blanks and '_.:@+-', such as 'math'",
+        lambda name: bool(re.fullmatch(r"[\w.:@+-][\w .:@+-]*", name)),
+    ),
+]
+
+
 def can_be_path(value: str) -> bool:
     """Return whether the system can have a file or folder of this name, where `~` is a home. Raises
     UnicodeEncodeError, a ValueError, for half a surrogate pair.
@@ -149,7 +158,7 @@ def checkers(cls: Any) -> dict[str, TypeAdapter[Any]]:
         for part in typing.get_args(kind):
             if isinstance(part, type) and issubclass(part, Enum):
                 kind = Annotated[part, Strict(False)]  # a string must be the value of a member
-        for rule in getattr(cls, "INHERITED_RULES", {}).get(f.name, ()):
+        if rule := getattr(cls, "INHERITED_RULES", {}).get(f.name):
             kind = Annotated[kind, rule]
         checked[f.name] = TypeAdapter(kind, config=STRICT)
     return checked

@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from verifiers_rl.advantages import AdvantageFn, set_advantages
-from verifiers_rl.config import RLConfig
+from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.data import ExampleOrder, examples_at, first_of_each, order_examples
 from verifiers_rl.inference import derive_seed
 from verifiers_rl.process import waiting
@@ -138,7 +138,7 @@ class Orchestrator:
             TimeoutError: its rollouts do not end.
         """
         assert self._pending, "no batch was submitted"
-        batch: Batch = self._result_of(self._pending[0])
+        batch = self._result_of(self._pending[0])
         self._pending.pop(0)
         return batch
 
@@ -174,8 +174,7 @@ class Orchestrator:
         """
         assert self._evaluation, "no evaluation was begun"
         try:
-            metrics: dict[str, float] = self._result_of(self._evaluation[0])
-            return metrics
+            return self._result_of(self._evaluation[0])
         finally:
             self._evaluation = []
 
@@ -201,7 +200,9 @@ class Orchestrator:
             logger.warning(
                 "%d of the %d groups generated pass, %d are wanted: loosen group_filter or raise "
                 "its max_oversampling",
-                *(len(passing), len(groups), num_groups),
+                len(passing),
+                len(groups),
+                num_groups,
             )
         rollouts = [rollout for group in passing for rollout in group if rollout.error is None]
         samples = [sample for rollout in rollouts for sample in rollout.samples]
@@ -217,14 +218,25 @@ class Orchestrator:
         return Batch(step, version, samples, rollouts, metrics, groups=groups)
 
     async def _evaluate(self, request: GroupRequest, examples: Sequence[int]) -> dict[str, float]:
-        """Run the groups of these examples, and return their means."""
+        """Run the groups of these examples, and return their means.
+
+        Raises:
+            ConfigError: `metric_for_best_model` is none of them.
+        """
         start = time.monotonic()
         running = gather_or_cancel(self._run_group(request, index) for index in examples)
         groups: list[list[Rollout]] = await while_served(running, self.check_server)
         self.evaluated[request.policy_version] = groups
         # What it costs to end a run that has trained is more than what an evaluation says.
         warn_of_failures(groups, "eval", may_all_fail=request.policy_version > 0)
-        return {**evaluation_metrics(groups), "runtime": time.monotonic() - start}
+        metrics = {**evaluation_metrics(groups), "runtime": time.monotonic() - start}
+        best = (self.args.metric_for_best_model or "reward").removeprefix("eval_")
+        if best not in metrics:
+            raise ConfigError(
+                f"metric_for_best_model={best!r}: evaluations have {', '.join(metrics)}; set one "
+                "of these. With eval_on_start=True, a run says it before its first step"
+            )
+        return metrics
 
     async def _run_group(self, request: GroupRequest, index: int) -> list[Rollout]:
         """Run the group of this example, and set the advantages of one to train on. Raises

@@ -12,12 +12,11 @@ of a step is the trainer's: packing, forward, normalisation, clipping. Nothing i
 
 from __future__ import annotations
 
-import argparse
 import gc
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from itertools import chain, groupby, pairwise, product
+from itertools import chain, groupby, product
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,12 +26,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity
 
 from verifiers_rl.advantages import AdvantageFn, set_advantages
 from verifiers_rl.checkpoints import seed_step
 from verifiers_rl.cli.config import load_run_config, make_importable
-from verifiers_rl.cli.errors import fail
 from verifiers_rl.cli.resolved import RESOLVED
 from verifiers_rl.config import ConfigError
 from verifiers_rl.envs.records import text_of
@@ -45,7 +42,14 @@ from verifiers_rl.losses import (
     needs_of,
 )
 from verifiers_rl.report.metrics import TokenMeans
-from verifiers_rl.report.run_folder import ROLLOUTS, checkpoints_of, read_run, rollouts_file
+from verifiers_rl.report.rollouts import SCHEMA
+from verifiers_rl.report.run_folder import (
+    ROLLOUTS,
+    checkpoints_of,
+    read_run,
+    replace_file,
+    rollouts_file,
+)
 from verifiers_rl.trainer import RLTrainer
 from verifiers_rl.types import Batch, BatchSource, Rollout, Sample, WeightSink, idle
 
@@ -96,13 +100,21 @@ def read_rows(folder: Path, step: int) -> list[dict[str, Any]]:
     """Return the rows of the groups that a step trained on, without rollouts that failed.
 
     Raises:
-        ConfigError: there are none, or some have no tokens.
+        ConfigError: there are none, some have no tokens, or a file is not as a run writes it.
     """
-    files = sorted((folder / ROLLOUTS).glob("step-*.parquet"))
+    files = sorted(filter(Path.is_file, (folder / ROLLOUTS).glob("step-*.parquet")))
     for path in files:
         if path < rollouts_file(folder, step):
             continue
-        found = pq.read_table(path, filters=[("step", "=", step), ("split", "=", "train")])
+        try:
+            found = pq.read_table(
+                path, filters=[("step", "=", step), ("split", "=", "train")]
+            ).select(SCHEMA.names)
+        except (pa.ArrowException, OSError, KeyError) as error:
+            raise ConfigError(
+                f"{path} cannot be read: {error}; bring it back as the run has written it, or take "
+                "the step of another file"
+            ) from error
         rows = [row for row in found.to_pylist() if row["error"] is None]
         groups = {row["group"] for row in rows if row["in_loss"]}
         rows = [row for row in rows if row["group"] in groups]
@@ -120,11 +132,18 @@ def read_rows(folder: Path, step: int) -> list[dict[str, Any]]:
 
 
 def make_batch(rows: list[dict[str, Any]], step: int, advantage_fn: AdvantageFn | None) -> Batch:
-    """Return the batch of a step, with its advantages, or with those of a function."""
-    groups = [[*map(rollout_of, own)] for _, own in groupby(rows, itemgetter("group"))]
-    for group in groups:
-        if advantage_fn is not None:
-            set_advantages(group, advantage_fn)
+    """Return the batch of a step, with its advantages, or with those of a function.
+
+    Raises:
+        ConfigError: there are more or fewer advantages or other numbers than tokens.
+    """
+    try:
+        groups = [[*map(rollout_of, own)] for _, own in groupby(rows, itemgetter("group"))]
+        for group in groups:
+            if advantage_fn is not None:
+                set_advantages(group, advantage_fn)
+    except ValueError as error:
+        raise ConfigError(f"--step {step}: {error}") from error
     rollouts = [*chain(*groups)]
     samples = [sample for rollout in rollouts for sample in rollout.samples]
     return Batch(step - 1, step - 1, samples, rollouts, groups=groups)
@@ -179,6 +198,7 @@ def replay(
     Raises:
         ConfigError: the run has not written what is needed, or an option cannot be used.
         TomlError, RunFolderError: the run's configuration or checkpoint cannot be read.
+        WritingError: the weights of tokens cannot be written.
     """
     rows, run, kind = read_rows(folder, step), read_run(folder), RLTrainer
     model, options = run["model"], {**run["args"], **CHANGED}
@@ -216,11 +236,9 @@ def replay(
         outcomes[f"{loss} {advantage}".strip()] = outcome
     columns = [*outcome.tokens[:3], *(one.tokens[4] for one in outcomes.values())]
     path = folder / "replay" / rollouts_file(folder, step).name
-    path.parent.mkdir(exist_ok=True)
-    unfinished = path.with_suffix(".unfinished")
     table = pa.table([*np.stack(columns)], ["rollout", "token", "trainer_logprob", *outcomes])
-    pq.write_table(table, unfinished)
-    unfinished.replace(path)
+    pq.write_table(table, sink := pa.BufferOutputStream())
+    replace_file(path, sink.getvalue())
     return outcomes
 
 
@@ -272,62 +290,3 @@ def watch(loss_fn: LossFn, seen: list[Tensor]) -> LossFn:
         return LossOutputs(outputs.loss, metrics | outputs.metrics)
 
     return watched
-
-
-def shares_of(tokens: Tensor) -> dict[str, tuple[float, float]]:
-    """Return, by kinds of tokens, their shares of the sum of |dL / dlogprob_t|, and of the tokens.
-
-    Args:
-        tokens: see `Outcome`.
-    """
-    _, _, _, places, weights, logprobs, advantages = tokens
-    weights, shares = weights.abs() / weights.abs().sum(), {}
-    for name, values, edges in (
-        ("place <=", places, (0, 0.25, 0.5, 0.75, 1)),
-        ("probability <=", logprobs.exp(), (-1, 0.1, 0.5, 0.9, 1)),
-        ("sign of A =", advantages.sign(), (-2, -1, 0, 1)),
-    ):
-        for low, high in pairwise(edges):
-            is_kind = (low < values) & (values <= high)
-            both = weights[is_kind].sum().item(), is_kind.float().mean().item()
-            shares[f"{name} {high:g}"] = both
-    return shares
-
-
-# --- For people -----------------------------------------------------------------------------------
-
-
-def table_of(outcomes: Mapping[str, Outcome]) -> str:
-    """Return the table of docs/losses.md, in Markdown."""
-    columns = []
-    for name, (gradient, metrics, tokens) in outcomes.items():
-        column = {"": name, "---": "---", "norm of the gradient": f"{gradient.norm():.3g}"}
-        for other in outcomes:
-            cosine = cosine_similarity(gradient, outcomes[other].gradient, 0)
-            column[f"cosine with {other}"] = f"{cosine:.3f}"
-        for key, value in metrics[0].items():
-            column[key] = f"{value:.3g} -> {metrics[1][key]:.3g}"
-        for kind, (share, of_tokens) in shares_of(tokens).items():
-            column[kind] = f"{share:.2f} of {of_tokens:.2f}"
-        columns.append(column)
-    names = dict.fromkeys(name for column in columns for name in column)
-    rows = ([name, *(column.get(name, "") for column in columns)] for name in names)
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def main(argv: list[str]) -> int:
-    """Print the table for these words behind `replay`. Returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="vf-rl replay",
-        description="What losses make of one step of a run. Nothing is sampled.",
-    )
-    parser.add_argument("folder", type=Path, metavar="RUN", help="the folder of a run")
-    parser.add_argument("--step", type=int, required=True, help="from 1, as in metrics.jsonl")
-    each: dict[str, Any] = {"action": "append", "default": [], "metavar": "NAME"}
-    parser.add_argument("--loss", dest="losses", help="default: that of the run", **each)
-    parser.add_argument("--advantage", dest="advantages", help="default: as recorded", **each)
-    try:
-        print(table_of(replay(**vars(parser.parse_args(argv)))))
-    except ConfigError as error:
-        fail(error, "vf-rl replay")
-    return 0

@@ -180,11 +180,9 @@ class EnvRunner(Protocol):
 
     def sizes(self, split: Split) -> list[int]:
         """Return the size of this split in each environment; `data.ENDLESS` for a stream."""
-        ...
 
     async def open(self) -> None:
         """Get ready. Called on the event loop that will run the groups."""
-        ...
 
     async def close(self) -> None: ...
 
@@ -192,7 +190,6 @@ class EnvRunner(Protocol):
         """Run and score the rollouts of one example. An error fails only its own rollout, which
         gets it as `error`.
         """
-        ...
 
 
 class GroupScorer(Protocol):
@@ -213,7 +210,6 @@ class GroupScorer(Protocol):
             args: the `RLConfig` with the environment's own sampling options.
             example: `async example(split, index)` returns the fields of an example; or None.
         """
-        ...
 
     async def open(self) -> None: ...
     async def close(self) -> None: ...
@@ -225,7 +221,6 @@ class GroupScorer(Protocol):
             group: of one example.
             request: for which they were run; its `index` is that in the scorer's environment.
         """
-        ...
 
 
 # --- Many at once ---------------------------------------------------------------------------------

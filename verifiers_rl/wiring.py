@@ -57,8 +57,20 @@ class Replaced(NamedTuple):
 
 def check_variables(args: RLConfig) -> None:
     """Raise ConfigError if a variable of the environment (accelerate's, torch's, oneDNN's) would
-    change the numbers of a step otherwise than the options say.
+    change the numbers of a step otherwise than the options say, or if a launcher has started
+    processes that know nothing of each other.
     """
+    # The first one that is there counts. On CPUs, the processes of a launcher find each other if
+    # they are told to. A batch script of Slurm is one process, and has SLURM_NTASKS too.
+    launchers = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+    name = next(filter(os.environ.get, launchers), "")
+    if name and os.environ[name] != "1" and args.world_size == 1:
+        raise ConfigError(
+            f"{name}={os.environ[name]}: a launcher has started so many processes, and each would "
+            "train alone, in the same folder. Without GPUs set use_cpu=True (in a TOML gpus = 0 "
+            "under [trainer]); let srun or mpirun start one process on each machine, and that one "
+            "the ranks, by torchrun or accelerate launch; or start one process"
+        )
     for name, harmless, option, is_said in (
         ("ACCELERATE_MIXED_PRECISION", "no", "bf16", args.bf16),
         ("ACCELERATE_DYNAMO_BACKEND", "no", "torch_compile", False),  # it compiles other parts
@@ -120,14 +132,11 @@ def check_arguments(
 
 def _check_replaced(env: Any, replaced: Replaced) -> None:
     """Raise ConfigError if a part lacks what is called, or makes another argument useless."""
-    for name, hint in (
-        ("loss_fn", "; one that has a name is set by RLConfig(loss=...)"),
-        ("advantage_fn", "; one that has a name is set by RLConfig(advantage=...)"),
-        ("example_order", ""),
-    ):
+    for name in ("loss_fn", "advantage_fn", "example_order"):
         function = getattr(replaced, name)
         if function is not None and not callable(function):
-            raise ConfigError(f"{name}={function!r} is no function{hint}")
+            hint = f"; one that has a name is set by RLConfig({name.removesuffix('_fn')}=...)"
+            raise ConfigError(f"{name}={function!r} is no function{hint * name.endswith('_fn')}")
     for name, protocol in (("orchestrator", BatchSource), ("weight_sync", WeightSink)):
         part = getattr(replaced, name)
         lacking = missing_members(part, protocol) if part is not None else []

@@ -109,6 +109,7 @@ from verifiers_rl.inference.checkpoint import model_error
 from verifiers_rl.option_rules import (
     STRICT,
     ConfigError,
+    EnvName,
     NotNegativeInt,
     PositiveInt,
     PositiveNumber,
@@ -179,7 +180,7 @@ class EnvTable(Table):
 
     id: str = ""
     args: dict[str, Any] = {}
-    name: str = ""
+    name: EnvName | None = None
     weight: PositiveNumber = 1.0
     sampling: dict[str, Any] = {}
     v1: dict[str, Any] | None = Field(None, alias="taskset")

@@ -344,9 +344,13 @@ def started_servers() -> dict[str, str]:
 def options_of_servers() -> dict[str, Any]:
     """Return the trainer's options for servers that `vf-rl` has started."""
     started = [at for name, at in started_servers().items() if name.startswith("inference")]
-    # In place of these two, which keep their defaults.
-    known = {"vllm_server_host": LOCAL_HOST, "vllm_server_port": 8000}
-    return {"vllm_servers": started, **known} if started else {}
+    # In place of the other two, which keep their defaults.
+    options = {
+        "vllm_servers": started,
+        "vllm_server_host": LOCAL_HOST,
+        "vllm_server_port": 8000,
+    }
+    return options if started else {}
 
 
 def host_and_port(host: str, port: int) -> str:
@@ -370,9 +374,16 @@ def trainer_command(
     command, gpus = ["-m", config.MODULE, *words], config.trainer.gpus
     if num_machines == 1 and gpus < 2:
         return command
-    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={max(gpus, 1)}"]
-    launcher += [f"--nnodes={num_machines}", f"--node-rank={number}"]
     # The launcher kills its ranks so long after it has asked them to end; by default 30 s.
     grace_s = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", round(SAVE_GRACE_S))
-    launcher.append(f"--shutdown-timeout={grace_s}")
-    return [*launcher, f"--master-addr={master[0]}", f"--master-port={master[1]}", *command]
+    return [
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={max(gpus, 1)}",
+        f"--nnodes={num_machines}",
+        f"--node-rank={number}",
+        f"--shutdown-timeout={grace_s}",
+        f"--master-addr={master[0]}",
+        f"--master-port={master[1]}",
+        *command,
+    ]

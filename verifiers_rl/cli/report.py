@@ -53,6 +53,8 @@ def main(argv: list[str]) -> int:
     expected, num_missed = [], 0
     try:
         rows = read_metrics(options.folder)
+        if not rows:
+            raise RunFolderError(f"{options.folder}/metrics.jsonl: no file with rows; name another")
         print(summary(options.folder))
         if options.expect:
             expected = TypeAdapter(list[Expected]).validate_json(options.expect.read_bytes())

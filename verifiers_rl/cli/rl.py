@@ -39,6 +39,7 @@ from verifiers_rl.cli.plan import (
 )
 from verifiers_rl.cli.resolved import dry_run, write_resolved
 from verifiers_rl.cli.supervise import LOGS, ThisMachine, set_token, supervise
+from verifiers_rl.option_rules import ConfigError
 from verifiers_rl.process.ending import SAVE_GRACE_S, end_with_starter, interrupt_by_signals
 from verifiers_rl.process.terminal import print_all_characters
 from verifiers_rl.report.run_folder import RunFolderError, WritingError, read_metrics
@@ -47,7 +48,7 @@ from verifiers_rl.report.run_folder import RunFolderError, WritingError, read_me
 COMMANDS = {
     "view": "cli.view",
     "report": "cli.report",
-    "replay": "replay",
+    "replay": "cli.replay",
     "generate": "sft.generate",
 }
 NUM_GROUPS = 2  # in a step of a check
@@ -72,7 +73,7 @@ def main() -> None:
     print_all_characters()
     try:
         sys.exit(run())
-    except (TomlError, RunFolderError, WritingError, ChildError) as error:
+    except (TomlError, ConfigError, RunFolderError, WritingError, ChildError) as error:
         fail(error)
 
 
@@ -81,6 +82,7 @@ def run() -> int:
 
     Raises:
         TomlError, RunFolderError: the run cannot begin.
+        ConfigError: nothing can be replayed.
     """
     if module := COMMANDS.get(name := " ".join(sys.argv[1:2])):
         return load_leaf(module, f"vf-rl {name}").main(sys.argv[2:])

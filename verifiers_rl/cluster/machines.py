@@ -133,8 +133,15 @@ def run_on_machines(config: RunConfig) -> int | None:
         config.cluster.address = f"{address}:{machine.port}"
         where = f"Ray's head for {machine.size} machines at {config.cluster.address}"
         print(f"vf-rl: this machine is {where}")
-        words = ["--head", "--node-ip-address", address, "--port", str(machine.port)]
-        words += ["--include-dashboard", "false"]
+        words = [
+            "--head",
+            "--node-ip-address",
+            address,
+            "--port",
+            str(machine.port),
+            "--include-dashboard",
+            "false",
+        ]
         with ray_here(words, Path(folder), where, timeout_s):
             return run_on_ray(config, machine.size)
 

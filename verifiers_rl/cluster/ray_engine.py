@@ -278,7 +278,8 @@ class RayMachines:
         # What travels is one TOML.
         config, words = self._config, words_of(self._config, ("@", "config.toml"))
         number = config.cluster.trainer_nodes or 1
-        env = self._env(env, config.trainer.gpus)
+        # One rank is alone, whatever has started Ray there, such as srun.
+        env = self._env({"WORLD_SIZE": "1", **env}, config.trainer.gpus)
         first: Child | None = None
         for n in range(number):
 

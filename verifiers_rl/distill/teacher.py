@@ -239,8 +239,13 @@ class Distillation:
             InferenceServerError: no answer by the deadline, or one that does not fit the request.
             ServerLostError: the student's own server does not answer.
         """
-        body = {"model": model, "prompt": token_ids.tolist(), "prompt_logprobs": 0}
-        body |= {"max_tokens": 1, "temperature": 1.0}
+        body = {
+            "model": model,
+            "prompt": token_ids.tolist(),
+            "prompt_logprobs": 0,
+            "max_tokens": 1,
+            "temperature": 1.0,
+        }
         url, status = f"{self._model.base_url}/v1/completions", 0
         said, pause_s, timeout_s = "nothing came", FIRST_PAUSE_S, self._model.timeout_s
         try:

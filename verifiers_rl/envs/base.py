@@ -27,7 +27,7 @@ import numpy as np
 import pydantic.dataclasses
 
 from verifiers_rl.inference import allowed_tokens
-from verifiers_rl.option_rules import STRICT, PositiveInt, PositiveNumber
+from verifiers_rl.option_rules import STRICT, EnvName, PositiveInt, PositiveNumber
 from verifiers_rl.types import (
     ALLOWED_TOKENS,
     LARGEST_REWARD,
@@ -255,7 +255,7 @@ class WeightedEnv:
         env: an `Env` or a `Taskset` of `verifiers.v1`, a taskset's id, or a `requests.EnvRunner` of
             this name. With `python`: an id, or a dict with what [env] has in a TOML, such as
             {"id": "gsm8k", "args": {"num_train": 64}}.
-        name: prefix of its metrics.
+        name: prefix of its metrics, of letters, digits, blanks and "_.:@+-".
         weight: its share of the groups, up to a common factor.
         sampling_args: in place of the run's, such as {"max_tokens": 64} or {"top_p": 0.9}.
             `temperature` is not allowed: the trainer computes all logprobs at a single one.
@@ -273,7 +273,7 @@ class WeightedEnv:
     """
 
     env: Any
-    name: str
+    name: EnvName
     weight: PositiveNumber = 1.0
     sampling_args: dict[str, Any] = field(default_factory=dict)
     only: Split | None = None

@@ -184,13 +184,13 @@ def make_runner(
             base_url,
             tokenizer,
             args.max_seq_len,
-            max_prompt_len=args.max_prompt_len,
-            mask_env_responses=args.mask_env_responses,
-            timeout_s=args.generation_timeout,
-            name=one.name,
-            max_concurrent=args.max_concurrent,
-            num_eval_tasks=args.eval_examples,
-            chat_template_kwargs=sampled.chat_template_kwargs,
+            args.max_prompt_len,
+            args.mask_env_responses,
+            args.generation_timeout,
+            one.name,
+            args.max_concurrent,
+            args.eval_examples,
+            sampled.chat_template_kwargs,
         )
         runner = _runner(one, options)
         if one.scorer is not None:

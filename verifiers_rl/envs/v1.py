@@ -351,8 +351,8 @@ def rollout_of_trace(
     nodes = trace.branches[-1].nodes if trace.branches else []
     from_first_reply = itertools.dropwhile(lambda node: not node.sampled, nodes)
     rollout = Rollout(
-        example_id=0,
-        prompt=trace.task.data.prompt_text,
+        0,
+        trace.task.data.prompt_text,
         completion=text_of([node.message for node in from_first_reply]),
         role=trace.agent.name,
         reward=finite_reward(trace.reward),

@@ -26,11 +26,25 @@ logger = logging.getLogger(__name__)
 # Request options that only take tokens away. With a mask, the trainer knows which they left.
 _OF_MASK = {"top_p", "top_k", "min_p", "bad_words", "allowed_token_ids", "min_tokens", "ignore_eos"}
 # These too make vLLM sample from another distribution than the softmax of the logits.
-_OTHERS = {"repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"}
-_OTHERS |= {"tool_choice", "response_format", "structured_outputs"}
+_OTHERS = {
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "tool_choice",
+    "response_format",
+    "structured_outputs",
+}
 # All that an agent usually sets; vLLM knows more.
-SAMPLING = {*vf.SamplingConfig.model_fields, *_OF_MASK, *_OTHERS, "chat_template_kwargs"}
-SAMPLING |= {"stop", "stop_token_ids", "repetition_detection"}
+SAMPLING = {
+    *vf.SamplingConfig.model_fields,
+    *_OF_MASK,
+    *_OTHERS,
+    "chat_template_kwargs",
+    "stop",
+    "stop_token_ids",
+    "repetition_detection",
+}
 CONTEXT = "context length"  # by these words, harnesses recognize a prompt that is too long
 _NEUTRAL: tuple[Any, ...] = (None, 0, {}, [], "auto", "none", {"type": "text"})
 
@@ -70,7 +84,10 @@ class TokenClientConfig(vf.TrainClientConfig):
                 logger.warning(
                     "environment %r: the agent %r samples with %s=%r, from another distribution "
                     "than the trainer's softmax; importance ratios will be off, watch mismatch_kl",
-                    *(self._runner.name, agent, name, value),
+                    self._runner.name,
+                    agent,
+                    name,
+                    value,
                 )
 
     def said_in(self, trace: vf.Trace) -> list[Said]:

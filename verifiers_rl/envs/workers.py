@@ -320,7 +320,9 @@ class Worker:
                 self._num_deaths += 1
                 logger.warning(
                     "%s: %s; another one is started, and its %d groups begin again",
-                    *(self._what, problem, len(self.groups)),
+                    self._what,
+                    problem,
+                    len(self.groups),
                 )
                 for said in self.groups.values():
                     said.put_nowait(WorkerLostError(problem))
@@ -446,7 +448,9 @@ class Worker:
                 logger.warning(
                     "%s: worker %d has not answered for %g s; other workers get its new groups. "
                     "Its output says where its event loop is blocked",
-                    *(self._what, process.pid, BLOCKED_S),
+                    self._what,
+                    process.pid,
+                    BLOCKED_S,
                 )
         kill_group(process)
 
@@ -498,7 +502,10 @@ async def start_process(
         with theirs:
             words = [theirs.fileno(), os.getpid(), verifiers_rl.__file__, HOW_TO_MAKE_PYTHON]
             process = await asyncio.create_subprocess_exec(
-                *(python or sys.executable, "-c", _MAIN, *map(str, words)),
+                python or sys.executable,
+                "-c",
+                _MAIN,
+                *map(str, words),
                 pass_fds=[theirs.fileno()],
                 stdin=PIPE,
                 # Without the variables by which our packages would hide another Python's.

@@ -12,6 +12,7 @@ import select
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,8 +29,8 @@ class ServerLostError(InferenceServerError):
 
 
 # 409: the server does not know this trainer's connection, or a push over it has broken; 429: a
-# proxy is busy. With a status from `FAILED` on, a proxy, the server or its engine has failed.
-LOST, FAILED = (409, 429), 500
+# proxy is busy. With a status from 500 on, a proxy, the server or its engine has failed.
+LOST = (409, 429)
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # A machine that is lost does not close its connections, and a router forgets idle ones. So after
 # 30 s of silence, TCP probes the other end 3 times, 10 s apart.
@@ -94,6 +95,11 @@ class InferenceClient:
 
     Args:
         host, port: of the server.
+
+    Attributes:
+        post: makes a POST request, which `begin` sends: to a control route, as weight_routes.py
+            describes them, or to one of vLLM's own. Its arguments are those of `ControlRequest`
+            behind the client.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -101,27 +107,26 @@ class InferenceClient:
         self.port = port
         bracketed = f"[{host}]" if ":" in host else host
         self.base_url = f"http://{bracketed}:{port}"
+        self.post = partial(ControlRequest, self)
+        self._has_answered = False
 
     def status(self) -> dict[str, Any]:
         """GET /weight_sync/status: see `weight_routes.WeightRoutes.status`."""
-        status = ControlRequest(self, "/weight_sync/status", method="GET").begin().answer()
+        status = self.post("/weight_sync/status", method="GET").begin().answer()
         if not isinstance(status, dict) or "policy_version" not in status:
-            raise _not_ours(self.base_url, "/weight_sync/status")
+            raise self.not_ours("/weight_sync/status")
+        self._has_answered = True
         return status
 
-    def post(
-        self, path: str, fields: Any = None, timeout_s: float = 30.0, num_bytes: int = 0
-    ) -> ControlRequest:
-        """Make a POST request, which `begin` sends: to a control route, as weight_routes.py
-        describes them, or to one of vLLM's own. Its arguments are those of `ControlRequest`.
+    def not_ours(self, path: str) -> InferenceServerError:
+        """Return the error of a reply that is none of `vf-vllm`. If `vf-vllm` has answered before,
+        a proxy may have replied in its place, and it may come back.
         """
-        return ControlRequest(self, path, fields, timeout_s, num_bytes=num_bytes)
-
-
-def _not_ours(url: str, path: str) -> InferenceServerError:
-    return InferenceServerError(
-        f"the server at {url} has no {path}: it is not vf-vllm. Start the server with `vf-vllm`"
-    )
+        kind = ServerLostError if self._has_answered else InferenceServerError
+        return kind(
+            f"the server at {self.base_url} has no {path}: it is not vf-vllm. Start the server "
+            "with `vf-vllm`"
+        )
 
 
 class ControlRequest:
@@ -143,10 +148,11 @@ class ControlRequest:
         path: str,
         fields: Any = None,
         timeout_s: float = 30.0,
-        method: str = "POST",
         num_bytes: int = 0,
+        method: str = "POST",
     ) -> None:
         self._url, self._method, self._path = client.base_url, method, path
+        self._not_ours = client.not_ours
         self._body = b"" if fields is None else json.dumps(fields).encode()
         self._headers = {
             "Content-Type": "application/json",
@@ -211,9 +217,9 @@ class ControlRequest:
             if reply.status == 200:
                 return found
         if reply.status in (200, 404):
-            raise _not_ours(self._url, self._path)
+            raise self._not_ours(self._path)
         reason = found["detail"] if isinstance(found, dict) and "detail" in found else text
-        is_lost = reply.status in LOST or reply.status >= FAILED
+        is_lost = reply.status in LOST or reply.status >= 500
         kind = ServerLostError if is_lost else InferenceServerError
         raise kind(f"{self._method} {self._url}{self._path}: {reply.status}: {reason}")
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+import logging
+from collections.abc import Collection, Sequence
+from functools import cache
+from itertools import chain
 
 import numpy as np
 
 from verifiers_rl.data import group_by_role
 from verifiers_rl.types import Rollout
+
+logger = logging.getLogger(__name__)
 
 Groups = Sequence[Sequence[Rollout]]
 
@@ -20,10 +24,7 @@ def batch_metrics(groups: Groups) -> dict[str, float]:
     metrics = _of_batch(groups)
     by_env = _by_env(groups)
     for env, own in by_env.items():
-        survivors = _survivors(own)
-        scores = _mean_scores(survivors, len(survivors))
-        found = {name: scores[name] for name in scores if name not in metrics}
-        found |= _rewards_of_roles(survivors)
+        found = _of_env(own, 1.0, metrics)
         if len(by_env) > 1:
             found |= {**_of_batch(own), "group_share": len(own) / len(groups)}
         metrics |= {f"{env}/{name}": value for name, value in found.items()}
@@ -39,15 +40,14 @@ def evaluation_metrics(groups: Groups) -> dict[str, float]:
     by_env = _by_env(groups)
     for env, own in by_env.items():
         prefix = f"{env}/" if len(by_env) > 1 else ""
-        survivors = _survivors(own)
-        scores = _mean_scores(survivors, sum(map(len, own))) | _of_evaluation(own)
-        scores |= _rewards_of_roles(survivors)
-        metrics |= {prefix + name: value for name, value in scores.items()}
+        found = _of_evaluation(own)
+        found |= _of_env(own, 1 - found["error_share"], found)
+        metrics |= {prefix + name: value for name, value in found.items()}
     return metrics
 
 
 def _of_batch(groups: Groups) -> dict[str, float]:
-    rollouts = [rollout for group in groups for rollout in group]
+    rollouts = [*chain(*groups)]
     survivors = _survivors(groups)
     if not survivors:  # all rollouts of these groups failed
         return {"error_share": 1.0}
@@ -65,31 +65,30 @@ def _of_batch(groups: Groups) -> dict[str, float]:
         "completion_tokens": [r.num_sampled_tokens for r in survivors],
         "num_turns": [r.num_turns for r in survivors],
         "truncated_share": [r.is_truncated for r in survivors],
-        "error_share": [r.error is not None for r in rollouts],
         "restarted_share": [r.num_restarts > 0 for r in rollouts],
         "moved_share": [r.num_moves > 0 for r in rollouts],
         "uniform_group_share": is_uniform,
     }
     return {name: float(np.mean(own)) for name, own in values.items()} | {
         "reward_std": float(np.std(rewards)),
+        "error_share": 1 - len(survivors) / _num_rollouts(groups),
         "broken_turn_share": num_breaks / max(num_later_turns, 1),
     }
 
 
 def _of_evaluation(groups: Groups) -> dict[str, float]:
-    rollouts = [rollout for group in groups for rollout in group]
-    survivors = _survivors(groups)
+    survivors, num_rollouts = _survivors(groups), _num_rollouts(groups)
     metrics = {
-        "reward": float(sum(rollout.reward for rollout in survivors) / len(rollouts)),
-        "error_share": 1 - len(survivors) / len(rollouts),
-        "truncated_share": sum(rollout.is_truncated for rollout in survivors) / len(rollouts),
-        "num_rollouts": float(len(rollouts)),
+        "reward": float(sum(rollout.reward for rollout in survivors) / num_rollouts),
+        "error_share": 1 - len(survivors) / num_rollouts,
+        "truncated_share": sum(rollout.is_truncated for rollout in survivors) / num_rollouts,
+        "num_rollouts": float(num_rollouts),
     }
     num_failed = sum(rollout.error is not None for rollout in groups[0])
-    num_rollouts = num_failed + max(map(len, group_by_role(groups[0])), default=0)
-    if num_rollouts > 1:
+    num_attempts = num_failed + max(map(len, group_by_role(groups[0])), default=0)
+    if num_attempts > 1:
         passed = sum(any(r.error is None and r.reward >= 1 for r in group) for group in groups)
-        metrics[f"pass@{num_rollouts}"] = passed / len(groups)
+        metrics[f"pass@{num_attempts}"] = passed / len(groups)
     return metrics
 
 
@@ -103,18 +102,46 @@ def _survivors(groups: Groups) -> list[Rollout]:
     return [rollout for group in groups for rollout in group if rollout.error is None]
 
 
-def _rewards_of_roles(survivors: Sequence[Rollout]) -> dict[str, float]:
-    """Return the mean reward of each agent, where episodes have several."""
-    roles = group_by_role(survivors)
-    rewards = {role[0].role: [rollout.reward for rollout in role] for role in roles}
-    return {f"{name}/reward": float(np.mean(own)) for name, own in rewards.items() if roles[1:]}
+def _num_rollouts(groups: Groups) -> int:
+    """Count rollouts. A failed episode, which has left one, counts as one of each agent."""
+    number = len(_survivors(groups))
+    for own in _by_env(groups).values():
+        rollouts = [*chain(*own)]
+        num_failed = sum(rollout.error is not None for rollout in rollouts)
+        number += num_failed * max(len(group_by_role(rollouts)), 1)
+    return number
 
 
-def _mean_scores(survivors: Sequence[Rollout], num_rollouts: int) -> dict[str, float]:
-    """Return means of the environment's own metrics over so many rollouts; those that did not
-    survive, and those that lack one, count as 0.
+def _of_env(groups: Groups, share: float, taken: Collection[str]) -> dict[str, float]:
+    """Return means of the environment's own metrics, each over the surviving rollouts that have it,
+    and the mean reward of each agent, where episodes have several.
+
+    Args:
+        groups: of one environment.
+        share: a factor of its metrics: those of rollouts that did not survive count as 0.
+        taken: names of other numbers. A metric that is called like one gets another name.
     """
-    sums = Counter[str]()
-    for rollout in survivors:
-        sums.update(rollout.metrics)
-    return {name: float(sums[name] / num_rollouts) for name in sorted(sums)}
+    survivors, means = _survivors(groups), dict[str, float]()
+    names = sorted({*chain(*(rollout.metrics for rollout in survivors))})
+    for name in names if names != ["reward"] else ():  # else that is the reward
+        free = name
+        # The last four are of a batch or an evaluation, too.
+        while free in (*taken, *means, "group_share", "runtime", "wait_s", "loss"):
+            free += "_score"
+            _say_renamed(name, free)
+        values = [rollout.metrics[name] for rollout in survivors if name in rollout.metrics]
+        means[free] = float(np.mean(values)) * share
+    roles = group_by_role(survivors)
+    for role in roles if roles[1:] else ():
+        means[f"{role[0].role}/reward"] = float(np.mean([rollout.reward for rollout in role]))
+    return means
+
+
+@cache  # once for each name
+def _say_renamed(name: str, free: str) -> None:
+    logger.warning(
+        "the environment's metric %r is logged as %r, because batches or evaluations have a number "
+        "of that name",
+        name,
+        free,
+    )

@@ -118,8 +118,9 @@ class RunFiles(TrainerCallback):
             return
         rows = self._rows_before
         if state.global_step:
-            before = read_metrics(self._folder) if (self._folder / METRICS).is_file() else []
-            rows = [row for row in before if row["step"] == 0 and row not in rows] + rows
+            rows = [
+                row for row in read_metrics(self._folder) if row["step"] == 0 and row not in rows
+            ] + rows
             rows += [{"step": row["step"], **row} for row in state.log_history if row["step"]]
         write_metrics(self._folder, rows)
         self._rows_before, self._has_begun = [], True

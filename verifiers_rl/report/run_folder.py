@@ -43,6 +43,7 @@ OF_WEIGHTS = (
     "lora_alpha",
     "lora_use_rslora",
     "lora_target_modules",
+    "lora_modules_to_save",
     "optim",
 )
 # Options whose values a checkpoint's optimizer has, so that new ones do not reach it.
@@ -203,7 +204,7 @@ def enter_run_folder(args: Any, resume: bool | str | None) -> str | None:
                 clear_run_folder(folder)
             if checkpoint is not None:
                 raise_if_damaged(checkpoint, reads_all=True)
-                saved = rl_state_of(checkpoint).get("position", {}).get("options", {})
+                saved = rl_state_of(checkpoint)["position"]["options"]
                 for name, before in saved.items():
                     if (now := getattr(args, name)) == before:
                         continue
@@ -279,9 +280,7 @@ def closing_lines(folder: Path) -> list[str]:
     """Return the last lines of a run: how its rewards changed, how to look at it, and where the
     model is.
     """
-    lines = []
-    if (folder / METRICS).is_file():
-        lines = summary(folder).splitlines()
+    if lines := summary(folder).splitlines():
         lines.append(f"look at it: vf-rl view {shlex.quote(str(folder))}")
     for file, what in ((ADAPTER, "adapter"), ("config.json", "model")):
         if (folder / file).is_file():
@@ -296,10 +295,11 @@ def closing_lines(folder: Path) -> list[str]:
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """Return the rows of a run's metrics.jsonl, without lines that a killed process left
-    unfinished. Raises OSError if it cannot be read.
+    unfinished; [] if there is no such file, or a pipe, at which one would wait for another program.
+    Raises OSError if it cannot be read.
     """
-    rows = []
-    for line in (folder / METRICS).read_text("utf-8", "replace").splitlines():
+    rows, path = [], folder / METRICS
+    for line in path.read_text("utf-8", "replace").splitlines() if path.is_file() else ():
         with suppress(ValueError, RecursionError):
             rows.append(json.loads(line))
     return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
@@ -405,9 +405,9 @@ def _damaged_files(checkpoint: Path, reads_all: bool) -> list[str]:
 
 def read_run(folder: str | Path) -> dict[str, Any]:
     """Return run.json of a run; {} if there is none, or if it is damaged."""
-    run = None
-    with suppress(FileNotFoundError, ValueError, RecursionError):
-        run = json.loads((Path(folder) / RUN).read_bytes())
+    run, path = None, Path(folder) / RUN
+    with suppress(ValueError, RecursionError):
+        run = path.is_file() and json.loads(path.read_bytes())
     return run if isinstance(run, dict) else {}
 
 
@@ -435,7 +435,7 @@ def traces_of_a_run(folder: Path) -> list[str]:
     evaluations before any training.
     """
     found = [path.name for path in checkpoints_of(folder)]
-    if (folder / METRICS).is_file() and any(row["step"] > 0 for row in read_metrics(folder)):
+    if any(row["step"] > 0 for row in read_metrics(folder)):
         found.append(METRICS)
     return found + sorted(path.name for pattern in _MODEL for path in folder.glob(pattern))
 

@@ -65,7 +65,7 @@ class SFTConfig(RLConfig):
 
     TRAINER, BEST = "SFTTrainer", "loss"
     UNUSED, NAMED_LOSSES = _UNUSED, LOSSES
-    INHERITED_RULES = RLConfig.INHERITED_RULES | {"metric_for_best_model": (_is_loss,)}
+    INHERITED_RULES = RLConfig.INHERITED_RULES | {"metric_for_best_model": _is_loss}
 
     # --- Supervised finetuning --------------------------------------------------------------------
     num_train_epochs: PositiveNumber = 1.0

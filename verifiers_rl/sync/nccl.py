@@ -41,8 +41,7 @@ ABORT_DEADLINE_S = 10.0
 # group has one communicator, of one device a rank, so nothing else is ever asked of the store.
 ID_KEY = "0"
 ID_BYTES = 128
-FROM_RANK_0 = dist.BroadcastOptions()
-FROM_RANK_0.rootRank = 0
+FROM_RANK_0 = dist.BroadcastOptions()  # which have rank 0 by default
 # torch reads these when a group is made.
 ERRORS_ARE_OURS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # clean up after an error, and let the process live
