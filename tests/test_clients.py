@@ -4,7 +4,6 @@ import asyncio
 import json
 import socket
 
-import httpx
 import numpy as np
 import openai
 import pytest
@@ -12,12 +11,7 @@ from aiohttp import web
 
 from tests.serving import chat_reply, serving
 from verifiers_rl.inference import rollout_client
-from verifiers_rl.inference.client import (
-    TOKEN_VARIABLE,
-    InferenceClient,
-    InferenceServerError,
-    ServerLostError,
-)
+from verifiers_rl.inference.client import TOKEN_VARIABLE
 from verifiers_rl.inference.packed_tokens import pack_sampled
 from verifiers_rl.inference.rollout_client import ServerClient
 from verifiers_rl.inference.session import RolloutSession, derive_seed
@@ -73,34 +67,6 @@ def test_a_server_that_starts_anew_with_another_key_is_asked_with_that_key(monke
     asyncio.run(with_client(outcomes.answer, use))
     keys = [headers["Authorization"] for headers, _ in outcomes.requests]
     assert keys == ["Bearer first", "Bearer second"]
-
-
-@pytest.mark.parametrize("text", ["<html>", "[]", '{"status": "ok"}'])
-def test_another_web_server_is_no_vf_vllm_whatever_it_answers(text):
-    async def answer(request):
-        return web.Response(text=text)
-
-    async def use(client):
-        url = httpx.URL(client.base_url)
-        await asyncio.to_thread(InferenceClient(url.host, url.port).status)
-
-    with pytest.raises(InferenceServerError, match="has no /weight_sync/status: it is not vf-vllm"):
-        asyncio.run(with_client(answer, use))
-
-
-def test_a_request_that_another_thread_has_closed_is_a_lost_server():
-    async def answer(request):
-        return web.json_response({})
-
-    async def use(client):
-        url = httpx.URL(client.base_url)
-        request = InferenceClient(url.host, url.port).post("/weight_sync/connect")
-        await asyncio.to_thread(request.begin)
-        request.close()
-        await asyncio.to_thread(request.answer, 1.0)
-
-    with pytest.raises(ServerLostError, match="/weight_sync/connect: given up"):
-        asyncio.run(with_client(answer, use))
 
 
 def test_a_connection_for_rollouts_is_kept_alive_and_found_dead_by_tcp():
