@@ -9,12 +9,11 @@ import openai
 import pytest
 from aiohttp import web
 
+from tests.helpers import chat
 from tests.serving import chat_reply, serving
-from verifiers_rl.inference import rollout_client
+from verifiers_rl.inference import RolloutSession, ServerClient, derive_seed
 from verifiers_rl.inference.client import TOKEN_VARIABLE
 from verifiers_rl.inference.packed_tokens import pack_sampled
-from verifiers_rl.inference.rollout_client import ServerClient
-from verifiers_rl.inference.session import RolloutSession, derive_seed
 
 REPLY = {**chat_reply("yes"), "packed_tokens": pack_sampled([5], np.zeros(1))}
 
@@ -30,7 +29,7 @@ async def with_client(handler, use, timeout_s=10.0, **options):
 
 
 def ask(client):
-    body = {"messages": [{"role": "user", "content": "hello"}]}
+    body = {"messages": chat("hello")}
     return client.post("/chat/completions", body=body)
 
 
@@ -53,8 +52,8 @@ class Outcomes:
             return web.json_response({"error": {"message": "because"}}, status=outcome)
         return web.json_response(REPLY, headers={"X-Policy-Versions": "0:9,3:8"})
 
-    def post(self, timeout_s=10.0):
-        return asyncio.run(with_client(self.answer, ask, timeout_s))
+    def serve(self, use, timeout_s=10.0):
+        return asyncio.run(with_client(self.answer, use, timeout_s))
 
 
 def test_a_server_that_starts_anew_with_another_key_is_asked_with_that_key(monkeypatch):
@@ -64,7 +63,7 @@ def test_a_server_that_starts_anew_with_another_key_is_asked_with_that_key(monke
             await ask(client)
 
     outcomes = Outcomes(200)
-    asyncio.run(with_client(outcomes.answer, use))
+    outcomes.serve(use)
     keys = [headers["Authorization"] for headers, _ in outcomes.requests]
     assert keys == ["Bearer first", "Bearer second"]
 
@@ -76,7 +75,7 @@ def test_a_connection_for_rollouts_is_kept_alive_and_found_dead_by_tcp():
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
             assert sock.getsockopt(socket.SOL_TCP, socket.TCP_KEEPIDLE) == 30
 
-    asyncio.run(with_client(Outcomes(200).answer, use))
+    Outcomes(200).serve(use)
 
 
 @pytest.mark.parametrize("outcomes", [("lost", 500, 200), (429, 502, 200), (408, 520, 200)])
@@ -84,11 +83,11 @@ def test_a_lost_connection_an_error_or_a_busy_server_is_tried_again(monkeypatch,
     monkeypatch.delenv(TOKEN_VARIABLE)
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     handler = Outcomes(*outcomes)
-    assert handler.post().json() == REPLY
+    assert handler.serve(ask).json() == REPLY
     assert len(handler.requests) == len(outcomes)
     for headers, body in handler.requests:
         assert headers["Authorization"] == "Bearer secret"
-        assert body == {"messages": [{"role": "user", "content": "hello"}]}
+        assert body == {"messages": chat("hello")}
 
 
 @pytest.mark.parametrize(
@@ -104,10 +103,10 @@ def test_a_lost_connection_an_error_or_a_busy_server_is_tried_again(monkeypatch,
 def test_what_does_not_pass_is_an_error_of_openai_with_the_servers_reason(
     monkeypatch, outcome, timeout_s, error, num_tries
 ):
-    monkeypatch.setattr(rollout_client, "FAULT_S", 1.0)
+    monkeypatch.setattr("verifiers_rl.inference.rollout_client.FAULT_S", 1.0)
     handler = Outcomes(outcome)
     with pytest.raises(error) as caught:
-        handler.post(timeout_s)
+        handler.serve(ask, timeout_s)
     if outcome != "lost":
         assert caught.value.status_code == outcome and "because" in str(caught.value)
     assert num_tries in (len(handler.requests), None)
@@ -116,7 +115,7 @@ def test_what_does_not_pass_is_an_error_of_openai_with_the_servers_reason(
 @pytest.mark.parametrize("outcome", ["lost", "silent", 404, 500, 200])
 def test_one_of_several_servers_that_gives_no_reply_of_the_policy_is_lost(monkeypatch, outcome):
     """With status 200, some of its tokens are of version 8."""
-    monkeypatch.setattr(rollout_client, "FAULT_S", 0.1)
+    monkeypatch.setattr("verifiers_rl.inference.rollout_client.FAULT_S", 0.1)
 
     async def use(client):
         older, session = (
@@ -130,7 +129,7 @@ def test_one_of_several_servers_that_gives_no_reply_of_the_policy_is_lost(monkey
         if outcome == 200:
             assert await ask(client.of_rollout(older)) and not older.is_lost
 
-    asyncio.run(with_client(Outcomes(outcome).answer, use))
+    Outcomes(outcome).serve(use)
 
 
 @pytest.mark.parametrize("by_another_task", [False, True])
@@ -148,12 +147,10 @@ def test_a_request_ends_at_the_deadline_of_its_rollout(by_another_task):
                 await asking
         assert session.has_passed and session.deadline is None
 
-    asyncio.run(with_client(Outcomes("silent").answer, use, 60.0))
+    Outcomes("silent").serve(use, 60.0)
 
 
 # --- Groups ---------------------------------------------------------------------------------------
-
-TOKENS_PATH = "/v1/chat/completions/tokens"
 
 
 class GroupServer:
@@ -205,7 +202,8 @@ def ask_first(client, number, prompt=(1, 2), timeout_s=5.0):
 
 
 def play_group(server, use):
-    return asyncio.run(with_client(server.answer, use, path=TOKENS_PATH, knows_groups=True))
+    path = "/v1/chat/completions/tokens"
+    return asyncio.run(with_client(server.answer, use, path=path, knows_groups=True))
 
 
 def seed_of(number):
