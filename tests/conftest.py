@@ -1,7 +1,5 @@
 """Fixtures of the end-to-end tests: a small trained model, and real vf-vllm servers."""
 
-from __future__ import annotations
-
 import os
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch: processes side by side share the cores
@@ -28,8 +26,8 @@ from tests.helpers import (
     StubSink,
     StubSource,
     environment_with,
-    load_example,
     make_tiny_model,
+    make_tokenizer,
     run_python,
     stub_servers,
 )
@@ -136,7 +134,7 @@ def running_server(
     module="verifiers_rl.inference.server",
 ):
     port = port or free_port()
-    command = [sys.executable, "-m", module, "--model", str(model)]
+    command = [sys.executable, "-m", module, "--model", model]
     command += ["--port", str(port), "--dtype", dtype, "--enforce-eager"]
     command += ["--max-model-len", "128", *flags]
     # vLLM then has more control routes. Tests' own servers are in the repository.
@@ -147,6 +145,17 @@ def running_server(
     with Started(command, environment, log, port) as started:
         started.wait_until(lambda: answers(("127.0.0.1", port)))
         yield started
+
+
+@pytest.fixture(scope="session")
+def run_server(tmp_path_factory):
+    """As `running_server`, with a log in a folder of its own."""
+
+    def run_server(model, *flags, **options):
+        log = tmp_path_factory.mktemp("server") / "server.log"
+        return running_server(model, log, *flags, **options)
+
+    return run_server
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -197,32 +206,43 @@ def processes_of(folder):
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    return load_example("warm_start").make_tokenizer()
+    return make_tokenizer()
 
 
-OF_TINY_RUN = {
-    "use_cpu": True,
-    "use_lora": False,
-    "micro_batch_size": 4,
-    "max_seq_len": 32,
-    "learning_rate": 1e-2,
-    "save_strategy": "no",
-    "disable_tqdm": True,
-}
+def options_of_tiny_run(folder, **options):
+    """It saves checkpoints only with `save_steps`, and evaluates only with `eval_steps`."""
+    defaults = {
+        "output_dir": folder,
+        "use_cpu": True,
+        "use_lora": False,
+        "micro_batch_size": 4,
+        "max_seq_len": 32,
+        "learning_rate": 1e-2,
+        "save_strategy": "steps" if "save_steps" in options else "no",
+        "eval_strategy": "steps" if "eval_steps" in options else "no",
+        "disable_tqdm": True,
+    }
+    return defaults | options
 
 
 @pytest.fixture
-def make_trainer(tokenizer, tmp_path):
+def folder(tmp_path):
+    """Of the runs that `make_trainer` makes."""
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def make_trainer(tokenizer, folder):
     """Makes trainers of a tiny model, with stand-ins for environment and server."""
 
     def make(
         model=None, source=None, sink=None, loss_fn=None, callbacks=(), peft_config=None,
         kind=RLTrainer, **options,
     ):  # fmt: skip
-        defaults = {"output_dir": str(tmp_path / "run"), "batch_size": 8, "max_steps": 3}
-        defaults |= {"rollouts_per_example": 4, **OF_TINY_RUN}
+        options = {"batch_size": 8, "rollouts_per_example": 4, "max_steps": 3, **options}
+        args = RLConfig(**options_of_tiny_run(folder, **options))
         return kind(
-            model or make_tiny_model(), None, RLConfig(**{**defaults, **options}), tokenizer,
+            model or make_tiny_model(), None, args, tokenizer,
             loss_fn, peft_config, orchestrator=source or StubSource(),
             weight_sync=sink or StubSink(), callbacks=list(callbacks),
         )  # fmt: skip
@@ -237,7 +257,7 @@ def make_whole(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("verifiers_rl.wiring.make_runner", lambda *args: runner)
 
     def make(kind=RLTrainer, env="env", parts=None, **options):
-        options |= {"output_dir": str(tmp_path / "run"), "use_cpu": True, "disable_tqdm": True}
+        options |= {"output_dir": f"{tmp_path}/run", "use_cpu": True, "disable_tqdm": True}
         args = RLConfig(**options, overwrite_output_dir=True, save_strategy="no")
         return kind(make_tiny_model(), env, args, tokenizer, **parts or {})
 
@@ -255,11 +275,16 @@ def kept_handlers():
 
 
 @pytest.fixture
-def run_main(monkeypatch, capfd, kept_handlers):
+def kept_path(monkeypatch):
+    """Python's path as it was, afterwards."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+@pytest.fixture
+def run_main(monkeypatch, capfd, kept_handlers, kept_path):
     """Runs main() of a command with these words in this process, which saves imports. Returns its
     exit status, and what it printed to stdout and stderr.
     """
-    monkeypatch.setattr(sys, "path", [*sys.path])  # the TOML's folder is put there
     monkeypatch.setenv(TOKEN_VARIABLE, os.environ[TOKEN_VARIABLE])  # vf-rl sets one of its own
 
     def run_main(main, *words):
@@ -273,6 +298,12 @@ def run_main(monkeypatch, capfd, kept_handlers):
         return status, *capfd.readouterr()
 
     return run_main
+
+
+@pytest.fixture
+def unknown_models(monkeypatch):
+    """Models of TOMLs are not looked for."""
+    monkeypatch.setattr("verifiers_rl.cli.config.model_error", lambda name: None)
 
 
 @pytest.fixture
@@ -299,7 +330,7 @@ def make_orchestrator(tmp_path):
         runner, check_server=lambda: None, *, advantage_fn=None, example_order=None, **options
     ):
         options = {"batch_size": 8, "rollouts_per_example": 4, **options}
-        args = RLConfig(output_dir=str(tmp_path), use_cpu=True, **options)
+        args = RLConfig(output_dir=tmp_path, use_cpu=True, **options)
         orchestrator = Orchestrator(
             runner, args, check_server, advantage_fn=advantage_fn, example_order=example_order
         )

@@ -5,8 +5,6 @@ files need many rollouts of all kinds: turns, tool calls, reasoning, errors, cut
 evaluations, two environments.
 """
 
-from __future__ import annotations
-
 import math
 import random
 

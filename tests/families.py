@@ -5,8 +5,6 @@ Sizes are the smallest that vLLM's CPU kernels take. Windows and chunks are shor
 sequences, so that they matter. Nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
-from tests.helpers import load_example
+from tests.helpers import make_tokenizer
 
 EOS, PAD = 257, 256
 VOCABULARY = 272
@@ -51,7 +49,7 @@ def write_family(name, folder):
     family = FAMILIES[name]
     torch.manual_seed(0)
     family.write(folder)
-    plain = load_example("warm_start").make_tokenizer(list(family.tokens.values()))
+    plain = make_tokenizer(*family.tokens.values())
     named = {name: token for name, token in family.tokens.items() if name.endswith("_token")}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=plain.backend_tokenizer,
@@ -99,7 +97,7 @@ def causal_lm(kind, **changes):
     """What writes a text model, of `{kind}ForCausalLM` and `{kind}Config`."""
 
     def write(folder):
-        config = getattr(transformers, f"{kind}Config")(**{**TEXT, **changes})
+        config = getattr(transformers, f"{kind}Config")(**TEXT | changes)
         save(getattr(transformers, f"{kind}ForCausalLM")(config), folder)
 
     return write
@@ -115,7 +113,7 @@ def with_tower(kind, text, vision, files, **top):
 
     def write(folder):
         config = getattr(transformers, f"{kind}Config")(
-            text_config={**TEXT, **text}, vision_config=dict(vision), **top
+            text_config=TEXT | text, vision_config=dict(vision), **top
         )
         save(getattr(transformers, f"{kind}ForConditionalGeneration")(config), folder)
         for name, content in files.items():

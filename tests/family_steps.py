@@ -1,13 +1,11 @@
 """What a trainer does with a model, one function for each step, without a server."""
 
-from __future__ import annotations
-
 import torch
 from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer
 
-from tests.helpers import StubSink, StubSource
+from tests.helpers import StubSink, StubSource, weights_of
 from verifiers_rl import RLConfig, RLTrainer
 from verifiers_rl.forward import (
     check_head,
@@ -62,7 +60,7 @@ def chunked_head(model):
 def options_of_a_step(output, use_lora, **others):
     """The options of one step on 8 rollouts, 4 of an example, with nothing beside."""
     return RLConfig(
-        output_dir=str(output),
+        output_dir=output,
         use_cpu=True,
         use_lora=use_lora,
         batch_size=8,
@@ -89,7 +87,7 @@ def one_step(folder, output, use_lora):
         weight_sync=StubSink(),
     )
     model = trainer.model
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    before = weights_of(model)
     trainer.train()
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -108,7 +106,7 @@ def loads_as_saved(trainer, folder, output):
     loaded = []
     plain = output
     if hasattr(trainer.model, "peft_config"):
-        loaded.append(PeftModel.from_pretrained(load(folder), str(output)))
+        loaded.append(PeftModel.from_pretrained(load(folder), output))
         plain = output / "merged"
     kind = auto_class(AutoConfig.from_pretrained(plain).model_type)
     loaded.append(kind.from_pretrained(plain, dtype=torch.float32))

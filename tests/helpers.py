@@ -1,9 +1,9 @@
 """Small models, samples and stand-ins that several tests use."""
 
-from __future__ import annotations
-
 import asyncio
+import base64
 import importlib.util
+import io
 import itertools
 import json
 import os
@@ -12,10 +12,12 @@ import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
 import numpy as np
+import pytest
 import torch
 from transformers import (
     LlamaConfig,
@@ -29,7 +31,8 @@ from transformers import (
 
 from tests.serving import serving as serving
 from verifiers_rl.cli.config import EnvTable
-from verifiers_rl.inference.client import ServerLostError
+from verifiers_rl.inference import ServerLostError
+from verifiers_rl.report.run_folder import read_metrics
 from verifiers_rl.requests import GroupRequest, Places
 from verifiers_rl.sync.nccl import ID_BYTES, ID_KEY
 from verifiers_rl.sync.plan import WORD_BYTES, TransferPlan, checksum_of
@@ -47,7 +50,7 @@ from verifiers_rl.types import (
 )
 
 ROOT = Path(__file__).parent.parent
-EXAMPLE = ROOT / "examples" / "reverse_text"
+EXAMPLE = ROOT / "examples/reverse_text"
 EXAMPLE_MODULE = EXAMPLE / "reverse_text.py"
 
 
@@ -57,12 +60,15 @@ def load_example(name):
     """
     if str(EXAMPLE) not in sys.path:
         sys.path.insert(0, str(EXAMPLE))
-    path = next(iter(sorted(EXAMPLE.parent.rglob(f"{name}.py"))))
-    name = path.stem
-    spec = importlib.util.spec_from_file_location(name, path)
+    return load_module(min(EXAMPLE.parent.rglob(f"{name}.py")))
+
+
+def load_module(path):
+    """The module in this file, as if it were installed."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module
 
@@ -112,6 +118,7 @@ TINY = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 OF_QWEN3 = {"num_key_value_heads": 2, "eos_token_id": 257, "pad_token_id": 256}
 
 
@@ -148,6 +155,23 @@ def make_tiny_moe():
     return Qwen3MoeForCausalLM(config).float()
 
 
+def make_tokenizer(*special):
+    """The example's: a token for each byte, and for each of these special ones."""
+    return load_example("warm_start").make_tokenizer([*special])
+
+
+def write_model(folder, model=None, tokenizer=None):
+    """Write a model, by default the tiny one, and its tokenizer. Return the folder's name."""
+    (model or make_tiny_model()).save_pretrained(folder)
+    (tokenizer or make_tokenizer()).save_pretrained(folder)
+    return str(folder)
+
+
+def chat(*texts):
+    """Messages of a user and an assistant in turns."""
+    return [{"role": ("user", "assistant")[i % 2], "content": t} for i, t in enumerate(texts)]
+
+
 def make_samples(num_samples, seed=0, prompt=3, longest=9, version=0):
     """Random samples: a prompt without loss,
     then up to `longest` sampled tokens with random logprobs.
@@ -165,6 +189,12 @@ def make_samples(num_samples, seed=0, prompt=3, longest=9, version=0):
         sample.set_advantage(rng.uniform(-1, 1))
         samples.append(sample)
     return samples
+
+
+def in_base64(array):
+    """An array as a file of numpy, as a server returns experts."""
+    np.save(file := io.BytesIO(), array)
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def values_of(sample):
@@ -309,20 +339,14 @@ class StubServer:
     """
 
     host = "127.0.0.1"
+    is_up, sleeps = True, False
+    connection = plan = weights = policy_version = hold = None
 
     def __init__(self, number=0, dtype="float32", lora_dtype=None, gpus=(None,)):
         self.base_url, self.port = f"http://127.0.0.1:{number}", number
         self.dtype, self.lora_dtype, self.gpus = dtype, lora_dtype, [*gpus]
-        self.connection = None
-        self.is_up = True
         self.on_write = lambda given_up: None
-        self.plan = None
-        self.weights = None
-        self.policy_version = None
-        self.held = []
-        self.hold = None
-        self.joined = []
-        self.sleeps, self.calls = False, list[str]()
+        self.held, self.joined, self.calls = [], [], []
 
     def die(self):
         self.is_up, self.connection = False, None
@@ -420,19 +444,20 @@ def only_runner(environments):
 
 
 class StubRunner:
-    """What the orchestrator calls of an EnvRunner. Rollouts take, score and fail as told."""
+    """What the orchestrator calls of an EnvRunner. Rollouts take, score and fail as told;
+    `change` changes those of a group.
+    """
 
     weights = (1.0,)
+    cancelled = in_flight = most_in_flight = 0
+    closed = False
 
-    def __init__(self, num_examples=10, outcome=None, delay_s=0.0):
+    def __init__(self, num_examples=10, outcome=None, delay_s=0.0, change=lambda group: None):
         self.size = num_examples
         self.outcome = outcome or (lambda index, i: float(i))
-        self.delay_s = delay_s
+        self.delay_s, self.change = delay_s, change
         self.seen = []
         self.threads = set()
-        self.cancelled = 0
-        self.in_flight = self.most_in_flight = 0
-        self.closed = False
 
     def sizes(self, split):
         return [self.size if split == "train" else 4]
@@ -444,9 +469,7 @@ class StubRunner:
 
     async def run_group(self, request):
         index, num_rollouts = request.index, request.num_rollouts
-        self.seen.append(
-            (request.split, index, num_rollouts, request.model, request.policy_version)
-        )
+        self.seen.append(request)
         self.threads.add(threading.current_thread().name)
 
         async def one(i):
@@ -474,7 +497,9 @@ class StubRunner:
                 rollout.reward = result
             return rollout
 
-        return await asyncio.gather(*(one(i) for i in range(num_rollouts)))
+        group = await asyncio.gather(*(one(i) for i in range(num_rollouts)))
+        self.change(group)
+        return group
 
 
 class StubSource(idle(BatchSource)):
@@ -482,14 +507,14 @@ class StubSource(idle(BatchSource)):
     Records what was asked.
     """
 
+    running = False
+    evaluates = None  # policy version
+
     def __init__(self, batch_size=8, reward_of=lambda version: 0.5):
         self.batch_size = batch_size
         self.reward_of = reward_of  # an evaluation's, from its policy version
-        self.submitted = []
-        self.calls = []
-        self.running = False
+        self.submitted, self.calls = [], []
         self.pending = []  # step, policy version
-        self.evaluates = None  # policy version
 
     @property
     def num_pending(self):
@@ -537,15 +562,16 @@ class StubSource(idle(BatchSource)):
 
 
 class StubSink(idle(WeightSink)):
-    """A WeightSink that remembers the versions it was given."""
+    """A WeightSink that remembers the versions it was given. It calls `on_push` before."""
 
     model_name = "policy"
+    num_waits = 0
 
-    def __init__(self):
-        self.pushed = []
-        self.num_waits = 0
+    def __init__(self, on_push=lambda model, policy_version: None):
+        self.on_push, self.pushed = on_push, []
 
     def push(self, model, policy_version):
+        self.on_push(model, policy_version)
         self.pushed.append(policy_version)
         self.policy_version = policy_version
         return {"sync_s": 0.0}
@@ -580,9 +606,45 @@ def on(event, act):
     return callback
 
 
+def values_in(rows, name):
+    """The values of this name in rows of metrics, from first to last."""
+    return [row[name] for row in rows if name in row]
+
+
+def logged(trainer, name):
+    return values_in(trainer.state.log_history, name)
+
+
+def evaluated(folder):
+    """Step and reward of each evaluation of the run in this folder."""
+    rows = read_metrics(folder)
+    return [(row["step"], row["eval_reward"]) for row in rows if "eval_reward" in row]
+
+
+def names_of(folder, pattern="*"):
+    """The names of what is in this folder, in their order."""
+    return sorted(path.name for path in folder.glob(pattern))
+
+
+def checkpoints_of(folder):
+    return names_of(folder, "checkpoint-*")
+
+
 def weights_of(model):
     """A copy of the weights as they are now."""
     return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+needs_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+
+
+def skip_without_deepspeed(kind):
+    """Skip the test where this kind of ranks, such as "zero3", needs what is not installed."""
+    if kind.startswith("zero"):
+        pytest.importorskip("deepspeed", reason="the deepspeed extra is not installed")
 
 
 TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -591,17 +653,33 @@ TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 
 def environment_with(**variables):
     """This process's environment with the repository on Python's path, and these variables."""
     paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | variables
+    given = {name: str(value) for name, value in variables.items()}
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | given
 
 
-def run_python(*words, folder=ROOT, status=0, **variables):
+def run_python(*words, folder=ROOT, status=0, python=sys.executable, **variables):
     """Run Python with these words and the repository on its path, to an end with this status."""
     done = subprocess.run(
-        [sys.executable, *map(str, words)],
+        [python, *map(str, words)],
         cwd=folder, env=environment_with(**variables), capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     assert done.returncode == status, done.stdout[-4000:] + done.stderr[-5000:]
     return done
+
+
+@contextmanager
+def running_python(*words, folder=ROOT, **variables):
+    """A process of Python, as `run_python` has it, with pipes. It is killed in the end."""
+    process = subprocess.Popen(
+        [sys.executable, *map(str, words)],
+        cwd=folder, env=environment_with(**variables), text=True, stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def run_script(folder, text, *words, launcher=TWO_RANKS):

@@ -2,8 +2,6 @@
 Nothing of them touches this machine's own network.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -90,8 +90,8 @@ def is_masked(masks, probability, sampled, advantage, of_sample):
 
 
 def reference_loss(
-    model, samples, temperature, name, options, normalization="token", constant=None,
-    kl_beta=0.0, start=None, entropy_beta=0.0, masks=None,
+    model, samples, temperature, name, options, normalization, constant, kl_beta, start,
+    entropy_beta, masks,
 ):  # fmt: skip
     """The loss of a batch. `start` is the model that training started from."""
     total, num_tokens = 0.0, 0
@@ -109,14 +109,13 @@ def reference_loss(
         advantages = sample.advantages.tolist()
         if not places:
             continue
-        sequence_ratio = torch.stack(
-            [p - q for p, q in zip(logprobs, sampled, strict=True)]
-        ).mean().exp()  # fmt: skip
+        differences = [p - q for p, q in zip(logprobs, sampled, strict=True)]
+        sequence_ratio = torch.stack(differences).mean().exp()
         weight = 1 / loss_tokens[key] if normalization == "sequence" else 1.0
-        ratios = [math.exp(p.item() - q) for p, q in zip(logprobs, sampled, strict=True)]
+        ratios = [math.exp(difference.item()) for difference in differences]
         for t, p, q in zip(places, logprobs, sampled, strict=True):
             loss = token_loss(name, p, q, advantages[t], options, sequence_ratio)
-            if is_masked(masks or {}, math.exp(p.item()), math.exp(q), advantages[t], ratios):
+            if is_masked(masks, math.exp(p.item()), math.exp(q), advantages[t], ratios):
                 loss = 0.0 * loss
             if kl_beta:
                 with torch.no_grad():
@@ -169,9 +168,9 @@ def batch_gradients(trainer, samples):
     return loss.item(), grads, trainer._window.steps[0]
 
 
-def with_logprobs_near(model, samples, temperature, seed=0):
+def with_logprobs_near(model, samples, temperature):
     """The samples as if a slightly different policy had sampled them: ratios around 1."""
-    rng, model = random.Random(seed), copy.deepcopy(model).double()
+    rng, model = random.Random(0), copy.deepcopy(model).double()
     for sample in samples:
         policy = reference_policy(model, sample.token_ids, temperature)
         for t in sample.loss_mask.nonzero()[0]:
@@ -215,8 +214,7 @@ def check_against_reference(trainer, make_model, samples):
     reference.load_state_dict(trainer.model.state_dict())
     expected = reference_loss(
         reference, samples, args.temperature, args.loss, args.loss_args, args.loss_normalization,
-        constant=args.batch_size * args.max_seq_len, kl_beta=args.kl_beta, start=start,
-        entropy_beta=args.entropy_beta, masks=args.masks(),
+        args.batch_size * args.max_seq_len, args.kl_beta, start, args.entropy_beta, args.masks(),
     )  # fmt: skip
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-5, abs=1e-7)

@@ -1,6 +1,7 @@
 """HTTP servers on loopback for tests, also of a Python without torch."""
 
 import asyncio
+import threading
 from contextlib import asynccontextmanager, contextmanager
 
 from aiohttp import web
@@ -70,6 +71,19 @@ async def serving(handler, path="/v1/chat/completions", has_lines=False):
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
+
+
+@contextmanager
+def uvicorn_in_thread(server, *listeners, ends_within_s=20.0):
+    """Let this server of uvicorn answer on a thread, until the block ends."""
+    thread = threading.Thread(target=server.run, args=[[*listeners] or None])
+    thread.start()
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join(ends_within_s)
+        assert not thread.is_alive(), "what holds the server keeps it from ending"
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import pytest
 import verifiers.v1 as vf
 
 from tests.conftest import is_running, wait_until
+from tests.helpers import chat
 from tests.test_env_workers import roll_out
 from tests.test_environments_v1 import SECRETS, add_to_task, on_the_path, play  # noqa: F401
 from tests.test_environments_v1 import tokenizer as tokenizer
@@ -87,7 +88,7 @@ def test_the_end_of_what_a_program_prints_is_kept(run):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    "text, said",
     [
         ("ask('?'); sys.exit('no' * 2000 + ' luck')", "agent.py '{prompt}' ended with status 1: "),
         ("print('I am wise')", "the agent got no reply"),
@@ -137,16 +138,16 @@ def client_of(values):
 
 def in_any_order(**values):
     """Streams, parallel calls, and calls that go on from one reply twice."""
-    chat, asked = client_of(values), [{"role": "user", "content": values["prompt"]}]
+    client, asked = client_of(values), chat(values["prompt"])
 
     def ask(messages):
-        chunks = [*chat.create(model="m", messages=messages, stream=True)]
+        chunks = [*client.create(model="m", messages=messages, stream=True)]
         said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
         return [*messages, {"role": "assistant", "content": said}]
 
     with ThreadPoolExecutor() as pool:
         first, _ = pool.map(ask, [asked, asked])
-        ends = pool.map(ask, [[*first, {"role": "user", "content": more}] for more in "abc"])
+        ends = pool.map(ask, [[*first, *chat(more)] for more in "abc"])
         return "".join(end[-1]["content"] for end in ends)
 
 
@@ -161,7 +162,7 @@ def len_of(completion):
     return len(completion)
 
 
-def test_a_function_asks_in_any_order_and_branches_become_samples(play, tokenizer):  # noqa: F811
+def test_a_function_asks_in_any_order_and_branches_become_samples(play):  # noqa: F811
     (rollout,), requests = play("yes and no", env_from_agent(ROWS, len_of, in_any_order))
     assert rollout.reward == len("yes and no") * 3
     assert len(requests) == rollout.num_turns == 5
@@ -170,7 +171,7 @@ def test_a_function_asks_in_any_order_and_branches_become_samples(play, tokenize
 
 
 async def call_a_tool(prompt, base_url, api_key):
-    messages = [{"role": "user", "content": prompt}]
+    messages = chat(prompt)
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         ask = partial(client.chat.completions.create, model="m", messages=messages)
         message = (await ask()).choices[0].message
@@ -187,7 +188,7 @@ def test_tool_calls_of_an_async_function_are_one_sample(play):  # noqa: F811
 
 
 def leave(answer, **values):
-    client_of(values).create(model="m", messages=[{"role": "user", "content": "?"}])
+    client_of(values).create(model="m", messages=chat("?"))
     if answer == "exit":
         exit()
     next(iter(answer))

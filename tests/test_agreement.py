@@ -7,7 +7,7 @@ import torch
 from tests.helpers import make_tiny_model, make_tiny_moe
 from tests.reference import reference_policy
 from verifiers_rl import RLConfig
-from verifiers_rl.inference.client import InferenceServerError
+from verifiers_rl.inference import InferenceServerError
 from verifiers_rl.router_replay import replay_experts
 from verifiers_rl.sync.agreement import (
     NUM_TOKENS,

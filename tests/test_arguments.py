@@ -7,7 +7,7 @@ import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig
 from transformers import TrainingArguments
 
-from tests.helpers import StubSource, make_tiny_model, weights_of
+from tests.helpers import StubSource, weights_of, write_model
 from verifiers_rl import LossOutputs, RLConfig, RLTrainer
 from verifiers_rl.config import ConfigError
 from verifiers_rl.wiring import check_variables
@@ -85,16 +85,15 @@ def test_processes_that_would_each_train_alone_in_one_folder_are_refused(monkeyp
 
 
 def test_the_adapter_of_a_run_is_trained_on_and_found_from_anywhere(
-    make_trainer, tokenizer, tmp_path, monkeypatch
+    make_trainer, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    make_tiny_model().save_pretrained("base")
-    tokenizer.save_pretrained("base")
+    write_model("base")
     first = make_trainer("./base", use_lora=True, lora_rank=4)
     first.train()
     monkeypatch.chdir("/")
-    folder = str(tmp_path / "second")
-    second = make_trainer(str(tmp_path / "run"), use_lora=True, output_dir=folder)
+    folder = f"{tmp_path}/second"
+    second = make_trainer(f"{tmp_path}/run", use_lora=True, output_dir=folder)
     before = weights_of(second.model)
     torch.testing.assert_close(before, weights_of(first.model), rtol=0, atol=0)
     second.train()

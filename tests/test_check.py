@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import processes_of
-from tests.helpers import make_tiny_model, run_python
+from tests.helpers import names_of, run_python, write_model
 from tests.test_e2e_train import words_of_run
 from verifiers_rl.cli import rl
 from verifiers_rl.cli.config import load_run_config
@@ -17,9 +17,9 @@ from verifiers_rl.report.run_folder import write_metrics
 @pytest.fixture
 def check_with(tmp_path, monkeypatch):
     """Checks a configuration whose run has this status and this mismatch in both steps."""
-    make_tiny_model().save_pretrained(tmp_path / "model")
+    write_model(tmp_path / "model")
     (tmp_path / "logs").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "logs"))
+    monkeypatch.setattr(tempfile, "tempdir", f"{tmp_path}/logs")
 
     def check_with(status=0, mismatch=0.001, num_steps=2):
         path = tmp_path / "rl.toml"
@@ -35,7 +35,7 @@ def check_with(tmp_path, monkeypatch):
             assert args.learning_rate == 3e-4
             folder = Path(args.output_dir)
             (folder / "logs").mkdir()
-            (folder / "logs" / "inference.log").write_text("of the server")
+            (folder / "logs/inference.log").write_text("of the server")
             rows = [{"step": step, "mismatch_kl": mismatch} for step in (1, 2)][:num_steps]
             if num_steps is not None:
                 write_metrics(folder, rows)
@@ -61,7 +61,7 @@ def test_what_is_wrong_is_said_and_keeps_the_servers_logs(check_with, tmp_path, 
     assert said in capsys.readouterr().out
     (log,) = (tmp_path / "logs").glob("*/*")
     assert log.read_text() == "of the server"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "model", "rl.toml"]
+    assert names_of(tmp_path) == ["logs", "model", "rl.toml"]
 
 
 def test_a_trainer_on_another_machine_has_said_how_the_check_went(check_with, tmp_path):
@@ -74,7 +74,7 @@ def test_a_run_that_works_is_ok_and_leaves_nothing_behind(warm_start, tmp_path):
     # A short name: vLLM's sockets lie there, and their paths have 107 characters at most.
     with tempfile.TemporaryDirectory() as temporary:
         words = ["-m", "verifiers_rl.cli.rl", "--check", *words_of_run(tmp_path, warm_start)]
-        done = run_python(*words, VF_RL_TEST=str(tmp_path), TMPDIR=temporary)
+        done = run_python(*words, VF_RL_TEST=tmp_path, TMPDIR=temporary)
         assert not list(Path(temporary).glob("vf-rl-check-*"))
     pattern = r"vf-rl: step 1: reward .*mismatch_kl.*\n.*step 2: .*\nvf-rl: all is ok\n$"
     assert re.search(pattern, done.stdout)

@@ -7,7 +7,6 @@ import re
 from argparse import Namespace
 
 import pytest
-import torch
 
 from verifiers_rl.inference.checkpoint import fit_to_checkpoint
 
@@ -22,7 +21,7 @@ def fitted(tmp_path, monkeypatch):
     """These flags behind fit_to_checkpoint, and what it says of them."""
 
     def fit(config, *argv, on_gpu=True, **given):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+        monkeypatch.setattr("torch.cuda.is_available", lambda: on_gpu)
         (tmp_path / "config.json").write_text(json.dumps(config))
         flags = {"language_model_only": False, "limit_mm_per_prompt": {}, "dtype": "auto"}
         flags |= {"enable_lora": False, "quantization": None, "quantization_config": None}

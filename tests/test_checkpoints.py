@@ -18,7 +18,20 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.family_steps import loads_as_saved
-from tests.helpers import ROOT, StubSink, StubSource, breaking, make_tiny_model, on, weights_of
+from tests.helpers import (
+    ROOT,
+    StubSink,
+    StubSource,
+    breaking,
+    checkpoints_of,
+    evaluated,
+    make_tiny_model,
+    names_of,
+    on,
+    values_in,
+    weights_of,
+    write_model,
+)
 from tests.test_rollouts import read as read_rollouts
 from verifiers_rl import RLTrainer, checkpoints
 from verifiers_rl.config import ConfigError
@@ -31,6 +44,7 @@ from verifiers_rl.report.run_folder import (
     enter_run_folder,
     newest_checkpoint,
     read_metrics,
+    read_run,
 )
 
 
@@ -46,13 +60,8 @@ def die(*args):
 def make_run(make_trainer):
     """Makes trainers of six steps, each of several microbatches."""
     options = {"max_tokens_per_microbatch": 32, "max_steps": 6, "max_off_policy_steps": 0}
-    options |= {"save_strategy": "steps", "save_steps": 2}
-    return lambda *args, **given: make_trainer(*args, **{**options, **given})
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return tmp_path / "run"
+    options["save_steps"] = 2
+    return lambda *args, **given: make_trainer(*args, **options | given)
 
 
 def ends_at(step, when="on_step_begin", number=signal.SIGTERM):
@@ -80,17 +89,8 @@ def resume(make_run, **options):
     return trainer
 
 
-def names_of(folder, pattern="checkpoint-*"):
-    return sorted(path.name for path in folder.glob(pattern))
-
-
 def steps_of(folder):
     return [row["step"] for row in read_metrics(folder)]
-
-
-def evaluated(folder):
-    rows = read_metrics(folder)
-    return [(row["step"], row["eval_reward"]) for row in rows if "eval_reward" in row]
 
 
 def numbers_of(folder):
@@ -103,7 +103,7 @@ def numbers_of(folder):
 
 
 def same_as_uninterrupted(make_run, tmp_path, *ends, **options):
-    straight = make_run(output_dir=str(tmp_path / "straight"), **options)
+    straight = make_run(output_dir=f"{tmp_path}/straight", **options)
     whole = straight.train()
     interrupt(make_run, *ends, **options)
     resumed = make_run(**options)
@@ -117,9 +117,9 @@ def same_as_uninterrupted(make_run, tmp_path, *ends, **options):
     return resumed
 
 
-def counted_rewards(best):
-    """Evaluations in which the weights of this version are the best."""
-    return StubSource(reward_of=lambda version: 0.9 if version == best else 0.1)
+def best_in_2():
+    """Evaluations in which the weights of version 2 are the best."""
+    return StubSource(reward_of=lambda version: 0.9 if version == 2 else 0.1)
 
 
 # --- Signals --------------------------------------------------------------------------------------
@@ -139,8 +139,8 @@ def test_a_signal_ends_the_run_at_the_next_microbatch_and_saves_the_steps_before
     with pytest.raises(Interrupted) as caught:
         trainer.train()
     assert begun.count(2) > 1 and begun.count(3) == 1 and caught.value.code == 143
-    assert names_of(folder) == ["checkpoint-3"] and not trainer.orchestrator.running
-    assert json.loads((folder / "run.json").read_text())["status"] == "interrupted"
+    assert checkpoints_of(folder) == ["checkpoint-3"] and not trainer.orchestrator.running
+    assert read_run(folder)["status"] == "interrupted"
 
 
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(make_run, tmp_path):
@@ -168,8 +168,9 @@ def test_a_step_that_is_repeated_has_the_dropout_that_it_had(make_run, tmp_path)
 def test_lines_of_logs_over_several_steps_are_those_of_an_unbroken_run(
     make_run, tmp_path, save_steps
 ):
-    options = {"logging_steps": 3, "save_steps": save_steps}
-    same_as_uninterrupted(make_run, tmp_path, ends_at(3), ends_at(5), **options)
+    same_as_uninterrupted(
+        make_run, tmp_path, ends_at(3), ends_at(5), logging_steps=3, save_steps=save_steps
+    )
 
 
 def test_weights_in_the_middle_of_a_step_are_not_saved(make_run, folder):
@@ -192,7 +193,7 @@ def test_weights_in_the_middle_of_a_step_are_not_saved(make_run, folder):
 def test_a_signal_behind_the_last_step_ends_the_run_when_its_model_is_saved(make_run, folder):
     interrupt(make_run, ends_at(3, "on_train_end"), max_steps=2)
     assert (folder / "model.safetensors").is_file()
-    assert json.loads((folder / "run.json").read_text())["status"] == "finished"
+    assert read_run(folder)["status"] == "finished"
 
 
 # --- Complete or absent ---------------------------------------------------------------------------
@@ -214,12 +215,12 @@ def test_a_save_that_is_broken_off_leaves_whole_checkpoints_only(
         patch.setattr(owner, place, kill_in_step_2)
         trainer.train()
     whole = ["checkpoint-1", "checkpoint-2"] if place == "remove_folder" else ["checkpoint-1"]
-    assert names_of(folder) == whole
-    contents = [names_of(folder / name, "*") for name in whole]
+    assert checkpoints_of(folder) == whole
+    contents = [names_of(folder / name) for name in whole]
     assert {"trainer_state.json", "optimizer.pt"} <= {*contents[0]}
     assert contents[0] == contents[-1]
     resume(make_run, **options)
-    assert names_of(folder) == ["checkpoint-3"]
+    assert checkpoints_of(folder) == ["checkpoint-3"]
     assert names_of(folder, "_*") in ([], ["_unfinished"]) and steps_of(folder) == [1, 2, 3, 3]
 
 
@@ -257,30 +258,28 @@ def test_everything_is_on_the_disk_before_a_checkpoint_has_its_name(make_run, mo
     assert done[named + 1] == ("sync", "run")  # the folder that has the new name
 
 
-BEST = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_steps": 1}
+BEST = {"eval_steps": 1, "load_best_model_at_end": True, "save_steps": 1}
 
 
 def test_the_last_and_the_best_checkpoints_stay_and_are_found_in_a_folder_that_was_moved(
     make_run, tmp_path, folder
 ):
     make_run(save_steps=1, save_total_limit=2).train()
-    assert names_of(folder) == ["checkpoint-5", "checkpoint-6"]
+    assert checkpoints_of(folder) == ["checkpoint-5", "checkpoint-6"]
     pushed = []  # by the last trainer, the versions' heads
 
-    class Sink(StubSink):
-        def push(self, model, version):
-            pushed.append(model.lm_head.weight.detach().clone())
-            return super().push(model, version)
+    def keep(model, version):
+        pushed.append(model.lm_head.weight.detach().clone())
 
-    options = {"source": counted_rewards(2), "sink": Sink(), "save_total_limit": 2, **BEST}
+    options = {"source": best_in_2(), "sink": StubSink(keep), "save_total_limit": 2, **BEST}
     interrupt(make_run, ends_at(5), overwrite_output_dir=True, **options)
     moved = folder.rename(tmp_path / "moved")
-    trainer = resume(make_run, output_dir=str(moved), **options)
-    assert names_of(moved) == ["checkpoint-2", "checkpoint-6"]
+    trainer = resume(make_run, output_dir=moved, **options)
+    assert checkpoints_of(moved) == ["checkpoint-2", "checkpoint-6"]
     assert trainer.state.best_model_checkpoint == f"{moved}/checkpoint-2"
-    state = json.loads((moved / "checkpoint-6" / "trainer_state.json").read_text())
+    state = json.loads((moved / "checkpoint-6/trainer_state.json").read_text())
     assert state["best_model_checkpoint"] == trainer.state.best_model_checkpoint
-    saved = load_file(moved / "checkpoint-2" / "model.safetensors")
+    saved = load_file(moved / "checkpoint-2/model.safetensors")
     for weight in (trainer.model.lm_head.weight, pushed[-1]):  # which the server ends with
         assert torch.equal(saved["lm_head.weight"], weight)
 
@@ -288,24 +287,22 @@ def test_the_last_and_the_best_checkpoints_stay_and_are_found_in_a_folder_that_w
 def test_a_best_checkpoint_that_is_damaged_is_not_loaded(make_run, folder):
     def damage(state):
         if state.global_step == 6:
-            change_a_byte(folder / "checkpoint-2" / "model.safetensors")
+            change_a_byte(folder / "checkpoint-2/model.safetensors")
 
-    trainer = make_run(source=counted_rewards(2), callbacks=[on("on_step_end", damage)], **BEST)
+    trainer = make_run(source=best_in_2(), callbacks=[on("on_step_end", damage)], **BEST)
     with pytest.raises(RunFolderError, match=r"-2 is damaged.*: model.safetensors\."):
         trainer.train()
 
 
 def test_best_weights_are_not_saved_as_those_of_the_last_step(make_run, folder):
-    class Sink(StubSink):
-        def push(self, model, version):
-            if version in self.pushed:  # the best weights, behind the last step
-                raise ValueError("the server is gone")
-            return super().push(model, version)
+    def lose(model, version):
+        if version in sink.pushed:  # the best weights, behind the last step
+            raise ValueError("the server is gone")
 
-    options = {**BEST, "save_strategy": "best", "source": counted_rewards(2), "sink": Sink()}
+    sink = StubSink(lose)
     with pytest.raises(ValueError, match="is gone"):
-        make_run(**options).train()
-    assert names_of(folder) == ["checkpoint-1", "checkpoint-2"]
+        make_run(**BEST, save_strategy="best", source=best_in_2(), sink=sink).train()
+    assert checkpoints_of(folder) == ["checkpoint-1", "checkpoint-2"]
 
 
 def test_checkpoints_behind_the_one_that_is_resumed_are_set_aside(make_run, folder):
@@ -315,7 +312,7 @@ def test_checkpoints_behind_the_one_that_is_resumed_are_set_aside(make_run, fold
     assert newest_checkpoint(folder).name == "checkpoint-3"
     resume(make_run)
     assert steps_of(folder) == [1, 2, 3, 4, 5, 6, 6]
-    assert names_of(folder / "_abandoned", "*") == ["checkpoint-4", "checkpoint-6"]
+    assert names_of(folder / "_abandoned") == ["checkpoint-4", "checkpoint-6"]
     make_run(max_steps=1, overwrite_output_dir=True).train()
     assert not (folder / "_abandoned").exists()
 
@@ -372,11 +369,11 @@ def test_a_damaged_checkpoint_is_refused_with_its_file_and_an_older_one_offered(
     shutil.copytree(kept, newest)
     assert enter_run_folder(args, True) == str(newest)
     (newest / "scheduler.pt").unlink()
-    make_run(**options).train(resume_from_checkpoint=str(folder / "checkpoint-1"))
+    make_run(**options).train(resume_from_checkpoint=f"{folder}/checkpoint-1")
     assert steps_of(folder) == [1, 2, 3, 3]
     for name in ("checkpoint-1", "checkpoint-2"):
         shutil.rmtree(folder / name)
-    change_a_byte(folder / "checkpoint-3" / "optimizer.pt")
+    change_a_byte(folder / "checkpoint-3/optimizer.pt")
     with pytest.raises(RunFolderError, match=r"damaged.*: optimizer.pt\..*start anew with"):
         resume(make_run, max_steps=4, use_lora=True)
 
@@ -417,14 +414,13 @@ def test_a_second_run_of_a_trainer_begins_without_the_steps_of_the_first(make_ru
     versions = []
     for _ in range(2):
         trainer.train()
-        rows = read_metrics(folder)
-        versions.append([row["policy_version"] for row in rows if "policy_version" in row])
+        versions.append(values_in(read_metrics(folder), "policy_version"))
     assert versions[0] == versions[1] == [1.5]  # the mean of steps 0 to 3
 
 
 # --- Evaluations ----------------------------------------------------------------------------------
 
-EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
+EVALUATED = {"eval_steps": 2}
 
 
 def versioned():
@@ -459,8 +455,7 @@ def test_evaluations_of_an_interrupted_run_are_neither_lost_nor_logged_twice(
 
 
 def test_before_a_checkpoint_the_evaluation_of_earlier_weights_is_awaited(make_run):
-    options = {"save_steps": 3, "max_steps": 4, "max_off_policy_steps": 1, **EVALUATED}
-    trainer = make_run(**options)
+    trainer = make_run(save_steps=3, max_steps=4, max_off_policy_steps=1, **EVALUATED)
     save, calls, saved = trainer.checkpoints.save, trainer.orchestrator.calls, []
     trainer.checkpoints.save = lambda *args: (saved.append(len(calls)), save(*args))
     trainer.train()
@@ -517,8 +512,7 @@ def merged_by_hand(model):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_final_model_is_saved_as_a_plain_one_too(make_run, tmp_path, folder, capfd, tied):
-    base = str(tmp_path / "base")
-    make_tiny_model(tied).save_pretrained(base)
+    base = write_model(tmp_path / "base", make_tiny_model(tied))
     modules = None if tied else ["lm_head"]
     options = {"use_lora": True, "lora_rank": 8, "lora_modules_to_save": modules}
     trainer = make_run(base, save_final="merged", max_steps=3, **options)
@@ -541,10 +535,9 @@ def test_the_final_model_is_saved_as_a_plain_one_too(make_run, tmp_path, folder,
 
 
 def test_a_merged_model_has_the_dtype_of_the_base_model_here(make_run, tmp_path, folder):
-    make_tiny_model().save_pretrained(tmp_path / "base")
-    options = {"use_lora": True, "save_final": "merged", "max_steps": 1, "bf16": True}
-    make_run(str(tmp_path / "base"), **options).train()
-    saved = load_file(folder / "merged" / "model.safetensors")
+    base = write_model(tmp_path / "base")
+    make_run(base, use_lora=True, save_final="merged", max_steps=1, bf16=True).train()
+    saved = load_file(folder / "merged/model.safetensors")
     assert {weight.dtype for weight in saved.values()} == {torch.bfloat16}
 
 
@@ -559,9 +552,8 @@ def test_a_model_that_cannot_be_merged_is_an_error_at_the_start(make_run):
 
 
 def test_what_the_docs_upload_is_the_model_and_no_rollouts(make_run, tmp_path, folder):
-    make_tiny_model().save_pretrained(tmp_path / "base")
-    base, options = str(tmp_path / "base"), {"max_steps": 2, "save_steps": 1}
-    page = (ROOT / "docs" / "resume.md").read_text()
+    base, options = write_model(tmp_path / "base"), {"max_steps": 2, "save_steps": 1}
+    page = (ROOT / "docs/resume.md").read_text()
     (command,) = re.findall(r"^hf upload NAME outputs/rl (.*)$", page, re.MULTILINE)
     patterns = shlex.split(command)
     assert set(patterns[::2]) == {"--include"}
@@ -581,11 +573,11 @@ def test_what_the_docs_upload_is_the_model_and_no_rollouts(make_run, tmp_path, f
 
 
 def test_an_evaluation_that_decides_over_the_best_is_made_up_for(make_run, folder):
-    options = {"source": counted_rewards(2), "load_best_model_at_end": True, **EVALUATED}
+    options = {"source": best_in_2(), "load_best_model_at_end": True, **EVALUATED}
     interrupt(make_run, ends_at(3, "on_step_end"), **options)
     assert newest_checkpoint(folder).name == "checkpoint-2"
     trainer = resume(make_run, **options)
     assert evaluated(folder) == [(2, 0.9), (4, 0.1), (6, 0.1)]
     assert trainer.state.best_global_step == 2
-    best = load_file(folder / "checkpoint-2" / "model.safetensors")
+    best = load_file(folder / "checkpoint-2/model.safetensors")
     assert torch.equal(best["lm_head.weight"], trainer.model.lm_head.weight)

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from tests.conftest import free_port, processes_of
-from tests.helpers import make_tiny_model, run_python, write_environment
+from tests.helpers import run_python, write_environment, write_model
 from tests.test_run_folder import save
 from verifiers_rl.cli import plan, rl, train
 from verifiers_rl.cli.config import RunConfig, TomlError, load_run_config
@@ -17,8 +17,7 @@ from verifiers_rl.sft.main import SFTRunConfig
 
 @pytest.fixture
 def model_folder(tmp_path):
-    make_tiny_model().save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+    return write_model(tmp_path / "model")
 
 
 @pytest.fixture
@@ -60,7 +59,7 @@ def test_a_model_that_is_not_there_is_one_clear_error(write_toml, monkeypatch, t
 def test_a_toml_of_other_editors_is_read_or_refused_in_one_line(write_toml, model_folder):
     toml = write_toml()
     toml.write_bytes(b"\xef\xbb\xbf" + toml.read_bytes())
-    assert load_run_config(toml).model == str(model_folder)
+    assert load_run_config(toml).model == model_folder
     toml.write_bytes('model = "modèle"'.encode("latin-1"))
     with pytest.raises(TomlError, match=r"config\.toml: 'utf-8' codec can't decode"):
         load_run_config(toml)
@@ -85,19 +84,17 @@ def test_flags_follow_from_keys_and_values():
     [("train", RunConfig, '[env]\nid = "e"'), ("sft", SFTRunConfig, '[data]\ntrain = "a.jsonl"')],
 )
 def test_vf_train_becomes_the_launcher_of_a_rank_for_each_gpu(
-    write_toml, monkeypatch, command, kind, table
+    write_toml, monkeypatch, run_main, command, kind, table
 ):
     def execv(path, words):
         raise InterruptedError(*words)
 
-    monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(os, "environ", {**os.environ})
     monkeypatch.setattr(os, "execv", execv)
     monkeypatch.setattr(kind, "prepare", lambda self: None)
     toml = write_toml(f"{table}\n[trainer]\ngpus = 2\n")
-    monkeypatch.setattr(sys, "argv", [f"vf-{command}", "@", str(toml), "--resume"])
     with pytest.raises(InterruptedError) as became:
-        train.train(f"vf-{command}", kind)
+        run_main(lambda: train.train(f"vf-{command}", kind), "@", toml, "--resume")
     words = " ".join(became.value.args)
     assert words.startswith(f"{sys.executable} -m torch.distributed.run --nproc-per-node=2 ")
     assert words.endswith(f"-m {kind.MODULE} @ {toml} --resume")
@@ -130,7 +127,7 @@ server.main()
 def test_vf_vllm_alone_says_where_its_token_is_and_who_reaches_it(model_folder, tmp_path):
     words = ["--model", model_folder, "--port", free_port()]
     words += ["--host", "0.0.0.0", "--middleware", "mine.Routes"]
-    variables = {"XDG_CACHE_HOME": str(tmp_path / "cache"), TOKEN_VARIABLE: ""}
+    variables = {"XDG_CACHE_HOME": tmp_path / "cache", TOKEN_VARIABLE: ""}
     said = run_python("-c", UP_TO_VLLM, *words, status=1, **variables).stderr
     assert "WARNING: --host 0.0.0.0 lets other machines reach this server" in said
     # The last is the first that a request meets: routes of one's own are served.
@@ -176,14 +173,13 @@ def test_a_used_folder_is_one_clear_error_before_anything_starts(
 
 @pytest.mark.slow
 def test_an_environment_that_cannot_work_ends_vf_rl_before_its_server_is_up(
-    write_toml, error_of, tmp_path, monkeypatch, tokenizer
+    write_toml, error_of, tmp_path, monkeypatch
 ):
     # A server that is never up. The trainer is the real one.
     server = ["-c", "import time; time.sleep(600)"]
     monkeypatch.setattr(plan.ServerPlan, "command", lambda *_: server)
     monkeypatch.setenv("VF_RL_TEST", str(tmp_path))
     env = write_environment(tmp_path, "tiny_env", [])
-    tokenizer.save_pretrained(tmp_path / "model")
     options = f'output_dir = "{tmp_path}/run"\nvllm_server_port = {free_port()}\nmax_seq_len = 32\n'
     toml = write_toml(env + ON_A_CPU + options)
     said = error_of(rl, "@", toml)

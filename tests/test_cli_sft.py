@@ -5,7 +5,7 @@ import tomllib
 
 import pytest
 
-from tests.helpers import make_tiny_model, run_python
+from tests.helpers import run_python, write_model
 from tests.test_sft import conversations
 from verifiers_rl.cli.config import load_run_config
 from verifiers_rl.report.run_folder import read_metrics
@@ -29,12 +29,11 @@ save_strategy = "no"
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch, tokenizer):
+def folder(tmp_path, monkeypatch):
     """A folder with a TOML, its data and its model."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # which vf-sft sets
     monkeypatch.chdir(tmp_path)
-    make_tiny_model().save_pretrained(tmp_path / "base")
-    tokenizer.save_pretrained(tmp_path / "base")
+    write_model(tmp_path / "base")
     lines = "\n".join(json.dumps(row) for row in conversations(6))
     (tmp_path / "train.jsonl").write_text(lines)
     (tmp_path / "sft.toml").write_text(TOML)
@@ -48,12 +47,12 @@ def test_a_toml_and_parts_of_a_file_become_a_model(folder, run_main):
     done = run_python("-m", "verifiers_rl.sft.main", *words, folder=folder)
     assert "data for training: 4 rows with" in done.stdout
     assert "data for evaluations: 2 rows with" in done.stdout
-    run = folder / "outputs" / "sft"
+    run = folder / "outputs/sft"
     rows = read_metrics(run)
     assert [row["step"] for row in rows if "loss" in row] == [1, 2]
     assert [row["step"] for row in rows if "eval_loss" in row] == [2]
     resolved = tomllib.loads((run / "resolved.toml").read_text())
-    assert resolved["data"]["train"] == [str(folder / "train.jsonl")]
+    assert resolved["data"]["train"] == [f"{folder}/train.jsonl"]
     assert (run / "model.safetensors").is_file()
     status, _, said = run_main(sft.main, *words)
     assert status == 1 and "vf-sft: error: output_dir=" in said
@@ -63,4 +62,4 @@ def test_data_is_found_beside_its_toml_or_on_the_hub(folder):
     words = ["--data.train", "train.jsonl", "org/name", "--data.eval_split=test"]
     words.append("--trainer.args.eval_strategy=steps")
     data = load_run_config(folder / "sft.toml", words, kind=sft.SFTRunConfig).data
-    assert data.train == data.eval == [str(folder / "train.jsonl"), "org/name"]
+    assert data.train == data.eval == [f"{folder}/train.jsonl", "org/name"]

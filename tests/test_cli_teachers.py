@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from verifiers_rl.cli import config as config_module
 from verifiers_rl.cli.config import TomlError
 from verifiers_rl.cli.plan import SERVERS_VARIABLE
 from verifiers_rl.inference.client import TOKEN_VARIABLE
@@ -50,7 +49,9 @@ def bearer(key):
 @pytest.fixture
 def no_environments(monkeypatch):
     monkeypatch.delenv(SERVERS_VARIABLE, raising=False)
-    monkeypatch.setattr(config_module.EnvTable, "load", lambda self, *folders: f"env {self.id}")
+    monkeypatch.setattr(
+        "verifiers_rl.cli.config.EnvTable.load", lambda self, *folders: f"env {self.id}"
+    )
 
 
 @pytest.mark.parametrize("head", [OURS, FLAT], ids=["ours", "flat"])
@@ -69,7 +70,7 @@ def test_environments_of_a_toml_learn_from_its_teachers(
     big, old = words.teacher, sums.teacher
     assert (big.model, big.base_url) == ("org/big", "http://10.0.0.2:8000")
     assert (big.headers(), big.timeout_s, big.max_concurrent) == (bearer("of the user"), 300.0, 8)
-    assert (old.model, old.base_url) == (str(tmp_path / "0" / "old"), "http://127.0.0.1:4321")
+    assert (old.model, old.base_url) == (f"{tmp_path}/0/old", "http://127.0.0.1:4321")
     # Its server may take as long as the others to load.
     assert (old.headers(), old.timeout_s, old.max_concurrent) == (bearer("of the run"), 77, 64)
     assert config.teachers[1].args == {"max_num_seqs": 16}

@@ -4,23 +4,15 @@ import asyncio
 import json
 import socket
 
-import httpx
 import numpy as np
 import openai
 import pytest
 from aiohttp import web
 
 from tests.serving import chat_reply, serving
-from verifiers_rl.inference import rollout_client
-from verifiers_rl.inference.client import (
-    TOKEN_VARIABLE,
-    InferenceClient,
-    InferenceServerError,
-    ServerLostError,
-)
+from verifiers_rl.inference import RolloutSession, ServerClient, derive_seed, rollout_client
+from verifiers_rl.inference.client import TOKEN_VARIABLE
 from verifiers_rl.inference.packed_tokens import pack_sampled, unpack_ids
-from verifiers_rl.inference.rollout_client import ServerClient
-from verifiers_rl.inference.session import RolloutSession, derive_seed
 
 TOKENS_PATH = "/v1/chat/completions/tokens"
 REPLY = {**chat_reply("yes"), "packed_tokens": pack_sampled([5], np.zeros(1))}
@@ -59,8 +51,8 @@ class Outcomes:
             return web.json_response({"error": {"message": "because"}}, status=outcome)
         return web.json_response(REPLY, headers={"versions": "0:9,3:8"})
 
-    def post(self, timeout_s=10.0):
-        return asyncio.run(with_client(self.answer, ask, timeout_s))
+    def serve(self, use, timeout_s=10.0):
+        return asyncio.run(with_client(self.answer, use, timeout_s))
 
 
 def test_a_server_that_starts_anew_with_another_key_is_asked_with_that_key(monkeypatch):
@@ -70,37 +62,9 @@ def test_a_server_that_starts_anew_with_another_key_is_asked_with_that_key(monke
             await ask(client)
 
     outcomes = Outcomes(200)
-    asyncio.run(with_client(outcomes.answer, use))
+    outcomes.serve(use)
     keys = [headers["Authorization"] for headers, _ in outcomes.requests]
     assert keys == ["Bearer first", "Bearer second"]
-
-
-@pytest.mark.parametrize("text", ["<html>", "[]", '{"status": "ok"}'])
-def test_another_web_server_is_no_vf_vllm_whatever_it_answers(text):
-    async def answer(request):
-        return web.Response(text=text)
-
-    async def use(client):
-        url = httpx.URL(client.base_url)
-        await asyncio.to_thread(InferenceClient(url.host, url.port).status)
-
-    with pytest.raises(InferenceServerError, match="has no /weight_sync/status: it is not vf-vllm"):
-        asyncio.run(with_client(answer, use))
-
-
-def test_a_request_that_another_thread_has_closed_is_a_lost_server():
-    async def answer(request):
-        return web.json_response({})
-
-    async def use(client):
-        url = httpx.URL(client.base_url)
-        request = InferenceClient(url.host, url.port).post("/weight_sync/connect")
-        await asyncio.to_thread(request.begin)
-        request.close()
-        await asyncio.to_thread(request.answer, 1.0)
-
-    with pytest.raises(ServerLostError, match="/weight_sync/connect: given up"):
-        asyncio.run(with_client(answer, use))
 
 
 def test_a_connection_for_rollouts_is_kept_alive_and_found_dead_by_tcp():
@@ -110,7 +74,7 @@ def test_a_connection_for_rollouts_is_kept_alive_and_found_dead_by_tcp():
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
             assert sock.getsockopt(socket.SOL_TCP, socket.TCP_KEEPIDLE) == 30
 
-    asyncio.run(with_client(Outcomes(200).answer, use))
+    Outcomes(200).serve(use)
 
 
 @pytest.mark.parametrize("outcomes", [("lost", 500, 200), (429, 502, 200), (408, 520, 200)])
@@ -118,7 +82,7 @@ def test_a_lost_connection_an_error_or_a_busy_server_is_tried_again(monkeypatch,
     monkeypatch.delenv(TOKEN_VARIABLE)
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     handler = Outcomes(*outcomes)
-    reply = handler.post()
+    reply = handler.serve(ask)
     assert reply.policy_versions == [(0, 9), (3, 8)] and reply.sampled[0].tolist() == [5]
     assert len(handler.requests) == len(outcomes)
     for headers, body in handler.requests:
@@ -139,10 +103,10 @@ def test_a_lost_connection_an_error_or_a_busy_server_is_tried_again(monkeypatch,
 def test_what_does_not_pass_is_an_error_of_openai_with_the_servers_reason(
     monkeypatch, outcome, timeout_s, error, num_tries
 ):
-    monkeypatch.setattr(rollout_client, "FAULT_S", 1.0)
+    monkeypatch.setattr("verifiers_rl.inference.rollout_client.FAULT_S", 1.0)
     handler = Outcomes(outcome)
     with pytest.raises(error) as caught:
-        handler.post(timeout_s)
+        handler.serve(ask, timeout_s)
     if outcome != "lost":
         assert caught.value.status_code == outcome and "because" in str(caught.value)
     assert num_tries in (len(handler.requests), None)
@@ -179,7 +143,7 @@ def test_a_page_of_a_proxy_is_a_passing_fault_and_a_lost_server_when_it_stays(mo
 @pytest.mark.parametrize("outcome", ["lost", "silent", 404, 500, 200])
 def test_one_of_several_servers_that_gives_no_reply_of_the_policy_is_lost(monkeypatch, outcome):
     """With status 200, some of its tokens are of version 8."""
-    monkeypatch.setattr(rollout_client, "FAULT_S", 0.1)
+    monkeypatch.setattr("verifiers_rl.inference.rollout_client.FAULT_S", 0.1)
 
     async def use(client):
         older, session = (
@@ -193,7 +157,7 @@ def test_one_of_several_servers_that_gives_no_reply_of_the_policy_is_lost(monkey
         if outcome == 200:
             assert await ask(client.of_rollout(older)) and not older.is_lost
 
-    asyncio.run(with_client(Outcomes(outcome).answer, use))
+    Outcomes(outcome).serve(use)
 
 
 @pytest.mark.parametrize("by_another_task", [False, True])
@@ -211,7 +175,7 @@ def test_a_request_ends_at_the_deadline_of_its_rollout(by_another_task):
                 await asking
         assert session.has_passed and session.deadline is None
 
-    asyncio.run(with_client(Outcomes("silent").answer, use, 60.0))
+    Outcomes("silent").serve(use, 60.0)
 
 
 # --- Groups ---------------------------------------------------------------------------------------

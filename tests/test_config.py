@@ -4,8 +4,6 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
-import torch
-from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from tests.helpers import ROOT, check_lines
@@ -19,17 +17,19 @@ def make(**options):
 
 @pytest.mark.parametrize("is_real", [False, True])
 def test_bfloat16_is_the_default_where_a_gpu_does_not_emulate_it(monkeypatch, is_real):
-    monkeypatch.setattr(TrainingArguments, "__post_init__", lambda self: None)  # it looks for GPUs
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        "transformers.TrainingArguments.__post_init__", lambda self: None
+    )  # it looks for GPUs
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     supported = lambda including_emulation=True: is_real or including_emulation  # noqa: E731
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", supported)
     assert RLConfig().bf16 is is_real and make().bf16 is False
 
 
 def test_a_value_that_cannot_work_is_one_clear_error():
     """Options in wrong_options.txt, with what is said of them (=>); and those that no TOML has."""
     lines = []
-    for case in (ROOT / "tests" / "wrong_options.txt").read_text().split("\n\n"):
+    for case in (ROOT / "tests/wrong_options.txt").read_text().split("\n\n"):
         given, _, _ = case.partition("\n=> ")
         with pytest.raises(ConfigError) as caught:
             make(**tomllib.loads(given))
@@ -53,7 +53,7 @@ def test_what_trainingarguments_takes_in_several_types_stays_allowed(tmp_path):
         batch_size=np.int64(128), logging_steps=2.0, warmup_steps=0.1, eval_strategy="steps",
         load_best_model_at_end=True, save_strategy="best",
     )  # fmt: skip
-    assert args.output_dir == str(tmp_path / "a")
+    assert args.output_dir == f"{tmp_path}/a"
     assert type(args.batch_size) is int and type(args.learning_rate) is float
     # The best model is the one with the highest reward.
     assert (args.metric_for_best_model, args.greater_is_better) == ("reward", True)

@@ -14,7 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from tests.helpers import load_example
+from tests import helpers
+from tests.helpers import chat
 from verifiers_rl.sft.conversations import DatasetError, Tokenization, read_dataset
 
 # What matters in Qwen3's: past turns lose their thinking, the last one always has some; tool
@@ -67,16 +68,12 @@ CALL = {
 def make_tokenizer(template=None):
     """The example's tokenizer, with its own template or with another one."""
     special = next((tokens for tokens in SPECIAL if tokens[0] in (template or "")), [])
-    tokenizer = load_example("warm_start").make_tokenizer(special)
+    tokenizer = helpers.make_tokenizer(*special)
     if template is not None:
         tokenizer.chat_template = template
     if special:
         tokenizer.bos_token, tokenizer.eos_token = special[-2], special[-1]
     return tokenizer
-
-
-def chat(*texts):
-    return [{"role": ("user", "assistant")[i % 2], "content": t} for i, t in enumerate(texts)]
 
 
 def tokens_of(row, template=None, **options):
@@ -291,12 +288,12 @@ def test_a_template_that_cannot_be_used_is_an_error(template, problem):
 
 def test_files_and_splits_are_read_as_they_are_or_named(tmp_path):
     rows = [{"messages": chat("a", "b")}, {"messages": chat("c", "d"), "tools": [{"x": 1}]}]
-    names = [str(tmp_path / name) for name in ("a.jsonl", "b.parquet")]
+    names = [f"{tmp_path}/{name}" for name in ("a.jsonl", "b.parquet")]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[:1]), names[1])
     assert read_dataset(names) == [*rows, rows[0]]
     (tmp_path / "c.jsonl").write_text('\ufeff{"text": "a"}')  # as some editors begin a file
-    assert read_dataset([str(tmp_path / "c.jsonl")]) == [{"text": "a"}]
+    assert read_dataset([f"{tmp_path}/c.jsonl"]) == [{"text": "a"}]
     assert read_dataset(names[:1], "train[-1:]+train[:50%]") == rows[::-1]
     for split in ("test", "train[80%]", "train[:150%]"):
         with pytest.raises(DatasetError, match="A file has the split 'train' alone"):

@@ -15,17 +15,17 @@ import verifiers.v1 as vf
 from datasets import Dataset
 
 from tests import test_environments_v1 as v1
+from tests.helpers import chat
 from tests.test_env_workers import DIFFERENT
 from verifiers_rl import RLConfig, env_from
 from verifiers_rl.envs.base import InvalidEnvironmentError
 from verifiers_rl.envs.dataset import ExampleTaskset
 from verifiers_rl.envs.make import make_runner
-from verifiers_rl.inference.rollout_client import ServerClient
 
 tokenizer, on_the_path, play = v1.tokenizer, v1.on_the_path, v1.play  # fixtures
 
 ROWS = [{"prompt": "2 + 3", "answer": "5"}, {"prompt": "1 + 1", "answer": "2"}]
-CHAT = [{"role": "user", "content": "hi"}]
+CHAT = chat("hi")
 
 
 def scores(env):
@@ -250,7 +250,10 @@ def test_a_rollout_is_the_one_that_verifiers_machinery_would_make(play, say, opt
 def test_a_rollout_that_fails_says_why_and_what_was_said(play, monkeypatch, is_slow):
     error, message, num_messages, options = ValueError, "returned None", 2, {}
     if is_slow:
-        monkeypatch.setattr(ServerClient, "reply_to", lambda *args, **kwargs: asyncio.sleep(60))
+        monkeypatch.setattr(
+            "verifiers_rl.inference.ServerClient.reply_to",
+            lambda *args, **kwargs: asyncio.sleep(60),
+        )
         error, message, num_messages = TimeoutError, "longer than generation_timeout", 1
         options["generation_timeout"] = 1.0
     env = env_from(ROWS, lambda completion: None)

@@ -13,23 +13,23 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from tests.conftest import free_port
-from tests.helpers import StubRunner, load_example, make_request
+from tests.helpers import StubRunner, make_request, make_tokenizer
 from tests.serving import in_thread, serving
 from verifiers_rl import RLConfig, WeightedEnv
 from verifiers_rl.distill import Distillation, Teacher
 from verifiers_rl.distill.teacher import check_vocabulary, teacher_advantages
 from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
 from verifiers_rl.envs.make import Environments, Part, make_runner
-from verifiers_rl.inference.client import InferenceServerError, ServerLostError
+from verifiers_rl.inference import InferenceServerError, ServerLostError
 from verifiers_rl.types import Sample
 
 
-def logprob_of(before: int, token: int) -> float:
+def logprob_of(before, token):
     """What the stand-in thinks of a token after another one."""
     return -0.1 - (7 * before + 3 * token) % 11 / 5
 
 
-def answer_to(ids: list[int]) -> dict:
+def answer_to(ids):
     entries = [
         {str(token): {"logprob": logprob_of(before, token), "rank": 1, "decoded_token": "x"}}
         for before, token in pairwise(ids)
@@ -205,17 +205,24 @@ def test_the_teachers_advantages_equal_those_worked_out_by_hand():
 
 
 def taught(runner, distillation, url="http://127.0.0.1:1", tokenizer=None, example=None):
-    """The runner, whose training rollouts are scored."""
+    """An environment with this runner, whose training rollouts are scored."""
     connected(distillation, url, tokenizer, example)
-    return Part(WeightedEnv(runner, "taught", scorer=distillation), runner, {})
+    return Environments([Part(WeightedEnv(runner, "taught", scorer=distillation), runner, {})])
+
+
+async def run_group(env, request):
+    await env.open()
+    try:
+        return await env.run_group(request)
+    finally:
+        await env.close()
 
 
 def generate(make_orchestrator, algorithm, runner=None, **options):
     """A batch of a stub environment with the stand-in as its teacher, and the requests."""
     with in_thread(teaching()) as (url, requests):
         teacher = Distillation(Teacher("big", url), algorithm, 0.5)
-        env = Environments([taught(runner or StubRunner(), teacher)])
-        orchestrator = make_orchestrator(env, **options)
+        orchestrator = make_orchestrator(taught(runner or StubRunner(), teacher), **options)
         orchestrator.submit(0, "policy", 0)
         return orchestrator.get(), requests
 
@@ -255,13 +262,8 @@ def test_evaluations_and_failed_rollouts_need_no_teacher():
 
     async def run(split):
         async with teaching() as (url, requests):
-            runner = StubRunner(**outcome)
-            env = Environments([taught(runner, Distillation(Teacher("big", url)))])
-            await env.open()
-            try:
-                return await env.run_group(make_request(0, 4, split)), requests
-            finally:
-                await env.close()
+            env = taught(StubRunner(**outcome), Distillation(Teacher("big", url)))
+            return await run_group(env, make_request(0, 4, split)), requests
 
     _, requests = asyncio.run(run("train"))
     assert not requests
@@ -283,12 +285,8 @@ def test_the_teacher_of_opsd_reads_the_hint_before_the_rollouts_own_tokens(token
     async def run(text):
         async with teaching() as (url, requests):
             teacher = Distillation(algorithm="opsd", hint=text)
-            env = Environments([taught(StubRunner(), teacher, url, tokenizer, example)])
-            await env.open()
-            try:
-                group = await env.run_group(make_request(6, 2, model="adapter"))
-            finally:
-                await env.close()
+            env = taught(StubRunner(), teacher, url, tokenizer, example)
+            group = await run_group(env, make_request(6, 2, model="adapter"))
             return group, [body for _, body in requests]
 
     group, bodies = asyncio.run(run("The answer is {answer}."))
@@ -313,15 +311,14 @@ def test_the_teacher_of_opsd_reads_the_hint_before_the_rollouts_own_tokens(token
 
 
 def test_a_teacher_with_another_vocabulary_is_refused(tmp_path):
-    warm_start = load_example("warm_start")
-    ours, theirs = warm_start.make_tokenizer(["one"]), warm_start.make_tokenizer(["two"])
+    ours, theirs = make_tokenizer("one"), make_tokenizer("two")
     ours.save_pretrained(tmp_path / "same")
     theirs.save_pretrained(tmp_path / "other")
-    check_vocabulary(Teacher(str(tmp_path / "same"), "http://host"), ours)
+    check_vocabulary(Teacher(f"{tmp_path}/same", "http://host"), ours)
     with pytest.raises(InferenceServerError, match="its vocabulary is not the student's"):
-        check_vocabulary(Teacher(str(tmp_path / "other"), "http://host"), ours)
+        check_vocabulary(Teacher(f"{tmp_path}/other", "http://host"), ours)
     with pytest.raises(InferenceServerError, match=r"model=.* has no tokenizer"):
-        check_vocabulary(Teacher(str(tmp_path / "none"), "http://host"), ours)
+        check_vocabulary(Teacher(f"{tmp_path}/none", "http://host"), ours)
 
 
 BIG = partial(Teacher, model="big", base_url="http://host")

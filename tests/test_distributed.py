@@ -143,6 +143,6 @@ os._exit(0)
 
 @pytest.mark.slow
 def test_ranks_wait_for_rollouts_beyond_ddp_timeout_and_for_each_other_until_then(tmp_path):
-    run_script(tmp_path, WAITS, str(tmp_path))
+    run_script(tmp_path, WAITS, tmp_path)
     said = (tmp_path / "ended").read_text()
     assert said.startswith("step 1: ") and "10000ms" in said, said

@@ -25,7 +25,7 @@ from torch.distributed.run import get_args_parser
 import verifiers_rl
 import verifiers_rl.sft
 from tests.fake_run import write_fake_run
-from tests.helpers import EXAMPLE, ROOT, load_example, make_tiny_model, run_python
+from tests.helpers import EXAMPLE, ROOT, load_module, make_tiny_model, make_tokenizer, run_python
 from tests.test_weight_sync import with_trained_adapter
 from verifiers_rl import RLConfig, RLTrainer
 from verifiers_rl.advantages import ADVANTAGES, as_numbers
@@ -48,12 +48,12 @@ PAGES = [
     for path in (
         *sorted(DOCS.glob("*.md")),
         *(ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md")),
-        ROOT / "benchmarks" / "README.md",
-        ROOT / "examples" / "README.md",
+        ROOT / "benchmarks/README.md",
+        ROOT / "examples/README.md",
         *sorted((ROOT / "examples").glob("*/README.md")),
     )
 ]
-ENVIRONMENTS = ROOT / "examples" / "environments"
+ENVIRONMENTS = ROOT / "examples/environments"
 
 
 def read(page):
@@ -79,7 +79,7 @@ def prose(page):
 
 def anchors(page):
     """The anchors of a page's headings, as code hosts make them."""
-    found: list[str] = []
+    found = []
     for title in re.findall(r"^#+ +(.+)$", prose(page), re.MULTILINE):
         text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title)
         slug = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
@@ -136,10 +136,7 @@ def test_the_image_copies_files_that_exist_and_installs_extras_that_exist():
 
 @cache
 def reference():
-    spec = importlib.util.spec_from_file_location("make_reference", DOCS / "make_reference.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_module(DOCS / "make_reference.py")
 
 
 def test_the_reference_is_fresh():
@@ -195,7 +192,7 @@ class SFTTrainerOfDocs:
     def __init__(self, *args, **kwargs):
         bound = inspect.signature(SFTTrainer.__init__).bind(self, *args, **kwargs)
         assert isinstance(bound.arguments["args"], SFTConfig)
-        tokenizer = load_example("warm_start").make_tokenizer()
+        tokenizer = make_tokenizer()
         Tokenization(tokenizer).of_rows(bound.arguments["train_dataset"], "it")
 
     def train(self, resume_from_checkpoint=None): ...
@@ -222,12 +219,12 @@ def make_group():
 def in_docs_folder(tmp_path, monkeypatch):
     """A folder with what the pages say is there: environments, a trained adapter, a prompt."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(ENVIRONMENTS))
-    monkeypatch.syspath_prepend(str(EXAMPLE))
+    monkeypatch.syspath_prepend(ENVIRONMENTS)
+    monkeypatch.syspath_prepend(EXAMPLE)
     monkeypatch.setattr(verifiers_rl, "RLTrainer", TrainerOfDocs, raising=False)
     monkeypatch.setattr(verifiers_rl, "tiny_model", str, raising=False)
     monkeypatch.setattr(verifiers_rl.sft, "SFTTrainer", SFTTrainerOfDocs, raising=False)
-    prompt = tmp_path / "outputs" / "prompt" / "best_system_prompt.txt"
+    prompt = tmp_path / "outputs/prompt/best_system_prompt.txt"
     prompt.parent.mkdir(parents=True)
     prompt.write_text("Be brief.")
     (tmp_path / "secrets.env").write_text("SEARCH_KEY=x\n")
@@ -239,8 +236,8 @@ def write_adapter(folder, tokenizer):
     """A run's folder after training with LoRA, of the tests' tiny model."""
     make_tiny_model().save_pretrained(folder / "base")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "base")
-    with_trained_adapter(model).save_pretrained(folder / "outputs" / "rl")
-    tokenizer.save_pretrained(folder / "outputs" / "rl")
+    with_trained_adapter(model).save_pretrained(folder / "outputs/rl")
+    tokenizer.save_pretrained(folder / "outputs/rl")
 
 
 @pytest.mark.parametrize("page", pages_with("python"))
@@ -249,11 +246,11 @@ def test_python_runs(page, in_docs_folder, tokenizer):
     if page == "docs/resume.md":
         write_adapter(in_docs_folder, tokenizer)
     if page == "docs/watching.md":
-        write_fake_run(in_docs_folder / "outputs" / "rl", 400, num_steps=20, tokens_of=0.5)
+        write_fake_run(in_docs_folder / "outputs/rl", 400, num_steps=20, tokens_of=0.5)
     # As a program, an environment with tools would serve them.
     name = "imported" if page == "docs/environments.md" else "__main__"
     for text in blocks(page, "python"):
-        names = {"__name__": name, "__file__": str(in_docs_folder / "train.py")}
+        names = {"__name__": name, "__file__": f"{in_docs_folder}/train.py"}
         if page == "README.md" and "import" not in text:  # a fragment
             names |= {name: getattr(verifiers_rl, name) for name in verifiers_rl.__all__}
             names |= {"model": "org/model", "env": "number_guess", "args": RLConfig(use_cpu=True)}
@@ -343,7 +340,7 @@ def help_of(program, *commands):
 def server_flags():
     """The flags of vLLM's server, from its source: importing it takes half a minute."""
     (folder,) = importlib.util.find_spec("vllm").submodule_search_locations
-    sources = [Path(folder) / "engine" / "arg_utils.py"]
+    sources = [Path(folder) / "engine/arg_utils.py"]
     sources += sorted(Path(folder).rglob("cli_args.py"))
     flags = {"--help"}
     for path in sources:
@@ -355,21 +352,17 @@ def server_flags():
     return flags
 
 
-def make_targets():
-    return re.findall(r"^([\w-]+):", read("Makefile"), re.MULTILINE)
-
-
 def check_command(words, page):
     program, *rest = words
     options = [word.partition("=")[0] for word in rest if re.match(r"--?[a-z]", word)]
     if program == "make":
-        for word in rest:
-            assert "=" in word or word in make_targets(), words
+        targets = re.findall(r"^([\w-]+):", read("Makefile"), re.MULTILINE)
+        assert all("=" in word or word in targets for word in rest), words
     elif program in ("vf-vllm", "vllm"):
         assert {*options} <= server_flags(), words
     elif program == "vf-gepa":  # whose options depend on the environment
         program = Path(sys.executable).parent / program
-        run_python(program, *rest, "--dry-run", folder=".", PYTHONPATH=str(EXAMPLE))
+        run_python(program, *rest, "--dry-run", folder=".", PYTHONPATH=EXAMPLE)
     elif program.startswith("vf-"):
         tables = {field.alias or name for name, field in RunConfig.model_fields.items()}
         for option in options:
@@ -436,10 +429,7 @@ def known_names():
     return options | tables | flags | arguments | metrics() | {*LOSSES, *MASKS, *ADVANTAGES}
 
 
-CHECKED = ("troubleshooting", "scaling", "from_trl")
-
-
-@pytest.mark.parametrize("name", CHECKED)
+@pytest.mark.parametrize("name", ["troubleshooting", "scaling", "from_trl"])
 def test_names_of_options_and_metrics_exist(name):
     known, page = known_names(), prose(f"docs/{name}.md")
     # In tables about TRL, only our column is checked.
@@ -469,6 +459,6 @@ def test_the_site_builds_without_a_warning(tmp_path):
     words = ["-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "-d", tmp_path / "trees"]
     run_python(*words, DOCS, tmp_path / "site")
     for path in DOCS.glob("*.md"):
-        assert (tmp_path / "site" / f"{path.stem}.html").is_file()
-    index = (tmp_path / "site" / "index.html").read_text()
+        assert (tmp_path / f"site/{path.stem}.html").is_file()
+    index = (tmp_path / "site/index.html").read_text()
     assert "Change something" in index and "troubleshooting.html" in index

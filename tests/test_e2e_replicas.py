@@ -12,8 +12,7 @@ import httpx
 import pytest
 from transformers import TrainerCallback
 
-from tests.conftest import running_server
-from tests.helpers import load_example
+from tests.helpers import load_example, write_model
 from tests.troubled_env import num_letters
 from verifiers_rl import RLConfig, RLTrainer, env_from
 
@@ -22,22 +21,15 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory, tokenizer):
-    folder = tmp_path_factory.mktemp("model")
-    load_example("warm_start").make_model(tokenizer).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def start(stack, model_folder, log, port=None):
-    return stack.enter_context(running_server(model_folder, log, port=port))
+    model = load_example("warm_start").make_model(tokenizer)
+    return write_model(tmp_path_factory.mktemp("model"), model)
 
 
 @pytest.fixture(scope="module")
-def servers(model_folder, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("servers")
+def servers(model_folder, run_server):
     with ExitStack() as stack, ThreadPoolExecutor(3) as threads:
-        logs = [folder / f"{n}.log" for n in range(3)]
-        yield list(threads.map(lambda log: start(stack, model_folder, log), logs))
+        made = [run_server(model_folder) for _ in range(3)]
+        yield list(threads.map(stack.enter_context, made))
 
 
 def num_running(server):
@@ -47,13 +39,13 @@ def num_running(server):
 
 
 def test_a_run_outlives_a_server_and_a_worker_and_uses_a_server_that_comes_back(
-    servers, model_folder, tmp_path
+    servers, model_folder, run_server, tmp_path
 ):
     trainer = RLTrainer(
-        str(model_folder),
+        model_folder,
         env_from([f"question {i}" for i in range(8)], num_letters),
         RLConfig(
-            output_dir=str(tmp_path / "run"), use_cpu=True, batch_size=32, rollouts_per_example=8,
+            output_dir=f"{tmp_path}/run", use_cpu=True, batch_size=32, rollouts_per_example=8,
             max_seq_len=96, max_tokens=64, learning_rate=1e-2, max_steps=3000, save_strategy="no",
             vllm_servers=[f"127.0.0.1:{server.port}" for server in servers], env_workers=1,
             max_off_policy_steps=0, use_lora=False, log_rollouts=0,
@@ -81,7 +73,7 @@ def test_a_run_outlives_a_server_and_a_worker_and_uses_a_server_that_comes_back(
             yield
         yield
         # Between two steps, which would take the cores from it.
-        start(stack, model_folder, tmp_path / "again.log", port=server.port)
+        stack.enter_context(run_server(model_folder, port=server.port))
         while num_serving() < 3:
             yield
         yield

@@ -13,18 +13,16 @@ import pytest
 import torch
 from transformers import set_seed
 
-from tests.conftest import running_server
-from tests.helpers import ROOT, load_example, make_request
+from tests.helpers import ROOT, chat, load_example, make_request, make_tokenizer, write_model
 from tests.test_agents import in_any_order, len_of
 from verifiers_rl import RLConfig, RLTrainer, WeightedEnv, env_from_agent
 from verifiers_rl.cli.config import load_run_config
 from verifiers_rl.envs.agents import load_agent_environment
 from verifiers_rl.envs.make import make_runner
 from verifiers_rl.envs.v1_loading import load_v1_environment
+from verifiers_rl.inference import RolloutSession, ServerClient
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient
 from verifiers_rl.inference.packed_tokens import pack_ids
-from verifiers_rl.inference.rollout_client import ServerClient
-from verifiers_rl.inference.session import RolloutSession
 
 pytestmark = pytest.mark.e2e
 
@@ -45,14 +43,14 @@ V1_ENVIRONMENTS = {
 @pytest.fixture
 def v1_path(monkeypatch):
     """The tasksets of tests/v1 are found, by their tool servers too."""
-    monkeypatch.syspath_prepend(str(ROOT / "tests" / "v1"))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "v1"))
+    monkeypatch.syspath_prepend(str(ROOT / "tests/v1"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests/v1"))
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
     """Drops the thinking of past turns, as Qwen3's template does."""
-    tokenizer = load_example("warm_start").make_tokenizer(EXTRA_TOKENS)
+    tokenizer = make_tokenizer(*EXTRA_TOKENS)
     tokenizer.chat_template = tokenizer.chat_template.replace(
         "{{- message['content'] or '' -}}",
         "{%- if loop.last -%}{{- message['content'] or '' -}}"
@@ -63,7 +61,6 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def model_folder(tokenizer, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
     warm_start = load_example("warm_start")
     set_seed(0)
     model = warm_start.make_model(tokenizer)
@@ -78,24 +75,21 @@ def model_folder(tokenizer, tmp_path_factory):
         loss.backward()
         optimizer.step()
     assert loss < 0.003  # a call of 57 tokens is right five times in six or more
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return write_model(tmp_path_factory.mktemp("model"), model, tokenizer)
 
 
 @pytest.fixture(scope="module")
-def server(model_folder, tmp_path_factory):
-    log = tmp_path_factory.mktemp("server") / "server.log"
+def server(model_folder, run_server):
     flags = ["--max-model-len", "400", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     flags += ["--enable-lora", "--max-lora-rank", "16"]
     # Beyond loopback every rollout has to show the run's token.
-    with running_server(model_folder, log, *flags, "--host", "0.0.0.0") as server:
+    with run_server(model_folder, *flags, "--host", "0.0.0.0") as server:
         yield server
 
 
 def make_args(server, tmp_path, **options):
     defaults = {
-        "output_dir": str(tmp_path / "run"),
+        "output_dir": f"{tmp_path}/run",
         "use_cpu": True,
         "max_seq_len": 400,
         "max_tokens": 80,
@@ -107,7 +101,7 @@ def make_args(server, tmp_path, **options):
         "save_strategy": "no",
         "env_workers": 0,
     }
-    return RLConfig(**{**defaults, **options})
+    return RLConfig(**defaults | options)
 
 
 def rows_of(trainer):
@@ -229,25 +223,26 @@ def test_agents_that_exist_already_are_trained_on_what_was_sampled(
     branching = env_from_agent(["four"], len_of, in_any_order)
     table = {"id": "small_tasks", "args": {"num_tasks": 3}}
     table["command"] = ["sh", "curl_agent.sh", "{prompt}"]
-    curl = load_agent_environment(table, ROOT / "examples" / "agents")
+    curl = load_agent_environment(table, ROOT / "examples/agents")
     for env, num_turns, said in ((branching, 5, None), (curl, 1, ["yes"])):
         for rollout, _ in roll_out(args, said, 2, env):
             assert rollout.num_turns == num_turns
     env = [WeightedEnv(branching, "branching"), WeightedEnv(curl, "curl")]
-    for row in rows_of(RLTrainer(str(model_folder), env, args, advantage_fn=all_different)):
+    for row in rows_of(RLTrainer(model_folder, env, args, advantage_fn=all_different)):
         assert row["mismatch_kl"] < 1e-4 and row["error_share"] == 0
 
 
 def post(server, body, path="/v1/chat/completions/tokens", key=None):
     headers = {"Authorization": f"Bearer {key or os.environ[TOKEN_VARIABLE]}"}
-    given = {"json": body, "headers": headers, "timeout": 60, "trust_env": False}
-    reply = httpx.post(f"{server.url}{path}", **given)
+    reply = httpx.post(
+        f"{server.url}{path}", json=body, headers=headers, timeout=60, trust_env=False
+    )
     return reply.status_code, reply.text
 
 
 def test_the_tokens_route_prompts_with_these_tokens_and_others_need_the_token(server):
     """vLLM renders the messages beside the tokens; what a template adds to them does not count."""
-    body = {"model": model_name(server), "messages": [{"role": "user", "content": "x" * 500}]}
+    body = {"model": model_name(server), "messages": chat("x" * 500)}
     body |= {"max_tokens": 30, "ignore_eos": True}
     # A reply ends where the context does.
     for tokens, num_sampled in (([5, 6, 7], 30), ([5] * 390, 10)):
@@ -304,7 +299,7 @@ def test_no_token_is_older_than_the_bound(server, model_folder, tmp_path, v1_pat
             return loss
 
     env = load_v1_environment(V1_ENVIRONMENTS["a user"])
-    rows = rows_of(Watching(str(model_folder), env, args))
+    rows = rows_of(Watching(model_folder, env, args))
     for step, (versions, row) in enumerate(zip(seen, rows, strict=True)):
         assert step - 1 <= min(versions) <= max(versions) <= step
         assert row["staleness_max"] == step - min(versions)
@@ -317,7 +312,7 @@ def test_a_step_on_an_environment_of_v1_trains_exactly_what_was_sampled(
 ):
     env = load_v1_environment(V1_ENVIRONMENTS[name])
     args = make_args(server, tmp_path, max_off_policy_steps=0, max_steps=1)
-    trainer = RLTrainer(str(model_folder), env, args, advantage_fn=all_different)
+    trainer = RLTrainer(model_folder, env, args, advantage_fn=all_different)
     (row,) = rows_of(trainer)
     assert row["error_share"] == 0 and row["staleness_max"] == 0
     is_tight = name == "tools"  # the model is sure of its calls
@@ -344,10 +339,10 @@ def test_environments_as_their_authors_publish_them_train_from_a_toml(
     tables = [f'[[env]]\ntaskset = {{ id = "{name}" }}' for name in SHAPES]
     toml.write_text("\n".join([f'model = "{model_folder}"', *tables]))
     # Six groups a step, of each environment two, as far as the sequence deals them so.
-    options = {"batch_size": 12, "rollouts_per_example": 2, "eval_examples": 1, "max_tokens": 60}
-    trainer = RLTrainer(
-        str(model_folder), load_run_config(toml).load_envs(), make_args(server, tmp_path, **options)
+    args = make_args(
+        server, tmp_path, batch_size=12, rollouts_per_example=2, eval_examples=1, max_tokens=60
     )
+    trainer = RLTrainer(model_folder, load_run_config(toml).load_envs(), args)
     assert trainer.evaluate()["eval_error_share"] == 0
     rows = rows_of(trainer)
     assert len(rows) == 2

@@ -3,14 +3,12 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -18,31 +16,29 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from tests.conftest import free_port, running_server, wait_until
+from tests.conftest import Started, free_port, is_running, wait_until
 from tests.families import write_family
 from tests.helpers import (
-    ROOT,
+    TARGETS,
     at_bucket,
     example_env,
     load_example,
     make_tiny_moe,
+    make_tokenizer,
     push_to,
+    run_python,
     share_memory_of_cpu,
+    write_model,
 )
 from verifiers_rl import RLConfig, RLTrainer, cispo
-from verifiers_rl.inference.client import (
-    InferenceClient,
-    InferenceServerError,
-    ServerLostError,
-)
+from verifiers_rl.inference import InferenceClient, InferenceServerError, ServerLostError
 from verifiers_rl.inference.packed_tokens import pack_ids, unpack_sampled
 from verifiers_rl.models import load_policy
 from verifiers_rl.router_replay import routers_of
-from verifiers_rl.sync.weight_sync import WeightSync
+from verifiers_rl.sync import WeightSync
 
 pytestmark = pytest.mark.e2e
 
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # Tests generate without a key. Blocks are small; a cache of 16,384 tokens instead of 1 GiB, since
 # the servers of this file live until its end.
 FLAGS = ("--block-size", "32", "--num-gpu-blocks-override", "512", "--open")
@@ -53,14 +49,11 @@ PROMPT = [int(i) for i in torch.randint(256, (70,), generator=torch.Generator().
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Folders of an untied and a tied model with random weights."""
-    warm_start = load_example("warm_start")
-    tokenizer = warm_start.make_tokenizer()
-    folders = {}
+    make_model, folders = load_example("warm_start").make_model, {}
     for tied in (False, True):
         torch.manual_seed(0)
-        folders[tied] = tmp_path_factory.mktemp("model")
-        warm_start.make_model(tokenizer, tie_word_embeddings=tied).save_pretrained(folders[tied])
-        tokenizer.save_pretrained(folders[tied])
+        model = make_model(make_tokenizer(), tie_word_embeddings=tied)
+        folders[tied] = write_model(tmp_path_factory.mktemp("model"), model)
     return folders
 
 
@@ -69,32 +62,29 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def full_server(models, tmp_path_factory):
+def full_server(models, run_server):
     """Of the untied model. It schedules asynchronously, as on a GPU, and can sleep; `lora_server`
     does neither. All weights of the tied model arrive in several engines, below.
     """
-    log = tmp_path_factory.mktemp("server") / "server.log"
     flags, module = (*FLAGS, "--enable-sleep-mode"), "tests.gpu_like_server"
-    with running_server(models[False], log, *flags, module=module) as server:
-        assert "scheduler: AsyncScheduler" in log.read_text()
+    with run_server(models[False], *flags, module=module) as server:
+        assert "scheduler: AsyncScheduler" in server.said()
         yield models[False], server
 
 
 @pytest.fixture(scope="module")
-def lora_server(models, tmp_path_factory):
+def lora_server(models, run_server):
     """Of the tied model. Adapters of the untied one arrive in several engines, below."""
-    log = tmp_path_factory.mktemp("server") / "server.log"
-    with running_server(models[True], log, *FLAGS, *LORA) as server:
+    with run_server(models[True], *FLAGS, *LORA) as server:
         yield models[True], server
 
 
 @pytest.fixture(scope="module", params=[(True, False), (False, True)], ids=["full", "adapter"])
-def bfloat16_server(request, models, tmp_path_factory):
+def bfloat16_server(request, models, run_server):
     """In two halves, of the tied model for full weights, and of the untied one for adapters."""
     tied, with_lora = request.param
-    log = tmp_path_factory.mktemp("server") / "server.log"
     flags = (*FLAGS, "--tensor-parallel-size", "2", *(LORA if with_lora else ()))
-    with running_server(models[tied], log, *flags, dtype="bfloat16") as server:
+    with run_server(models[tied], *flags, dtype="bfloat16") as server:
         yield models[tied], server, ["adapter"] if with_lora else ["full", "merged"]
 
 
@@ -130,6 +120,14 @@ def perturb(model, seed, scale=0.02, part=""):
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and part in name:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+
+
+def pushed_versions(sync, model, num_versions, **changes):
+    """Change and push these weights so often; yield the policy version of each push."""
+    for version in range(num_versions):
+        perturb(model, seed=version, **changes)
+        push_to(sync, model, version)
+        yield version
 
 
 def ask(server, model_name, engine=0, prompt=PROMPT[:40], seed=None, **options):
@@ -177,9 +175,7 @@ def test_full_weights_arrive_exactly_ten_times_in_a_row(full_server, connect, mo
         monkeypatch.setattr(sync.client, "status", lambda: status() | {"gpus": ["gpu-0"]})
         monkeypatch.setattr("verifiers_rl.sync.weight_sync.gpu_uuid", lambda device: "gpu-0")
         monkeypatch.setattr("verifiers_rl.sync.nccl.share", share_memory_of_cpu)
-    for version in range(10):
-        perturb(model, seed=version)
-        push_to(sync, model, version)
+    for version in pushed_versions(sync, model, 10):
         assert getattr(sync._nccl, "way", None) == way and len(sync.plan.buckets) > 3
         assert largest_difference(model, server, sync.model_name) < 1e-4, version
         assert sync.client.status()["policy_version"] == version
@@ -190,9 +186,7 @@ def test_adapters_arrive_exactly_ten_times_in_a_row(lora_server, connect):
     # Rank-stabilised: a scale of alpha / sqrt(r), here nearly three times as much.
     lora = LoraConfig(r=8, lora_alpha=16, target_modules=TARGETS, use_rslora=True)
     model, sync = get_peft_model(load(folder), lora), connect(server)
-    for version in range(10):
-        perturb(model, seed=version)
-        push_to(sync, model, version)
+    for version in pushed_versions(sync, model, 10):
         assert sync.model_name == "policy"
         assert largest_difference(model, server, "policy") < 1e-4, version
 
@@ -212,18 +206,16 @@ def test_weights_arrive_in_both_halves_of_a_bfloat16_server(bfloat16_server, con
 
 
 @pytest.mark.parametrize("kind", ["full", "adapter"])
-def test_weights_arrive_in_both_data_parallel_engines(models, connect, tmp_path, kind):
+def test_weights_arrive_in_both_data_parallel_engines(models, connect, run_server, kind):
     """Both servers end in the test: one by a worker that is killed in a push, one as a whole."""
     flags = (*FLAGS, "--data-parallel-size", "2")
     flags += LORA if kind == "adapter" else ()
     folder = models[kind == "full"]
-    with running_server(folder, tmp_path / "server.log", *flags) as server:
+    with run_server(folder, *flags) as server:
         sync = connect(server)
         assert sync.client.status()["world_size"] == 2
         model = policy(folder, kind)
-        for version in range(2):
-            perturb(model, seed=version)
-            push_to(sync, model, version)
+        for _ in pushed_versions(sync, model, 2):
             for engine in range(2):
                 assert largest_difference(model, server, sync.model_name, engine) < 1e-4, engine
         if kind == "adapter":
@@ -239,31 +231,23 @@ def test_weights_arrive_in_both_data_parallel_engines(models, connect, tmp_path,
 
 
 def test_a_server_that_is_killed_while_its_engine_starts_leaves_nothing(models, tmp_path):
-    command = [sys.executable, "-m", "verifiers_rl.inference.server", "--model", models[False]]
-    command += ["--port", free_port(), "--enforce-eager"]
-    with (tmp_path / "log").open("wb") as log:
-        options = {"stdout": log, "stderr": log, "start_new_session": True}
-        process = subprocess.Popen([*map(str, command)], **options)
-    server = SimpleNamespace(process=process)
-
     def has_engine():
-        assert process.poll() is None
+        assert server.process.poll() is None
         with suppress(OSError):  # one of them has just ended
             return any("EngineCor" in (path / "comm").read_text() for path in group_of(server))
         return False
 
-    try:
+    command = [sys.executable, "-m", "verifiers_rl.inference.server", "--model", models[False]]
+    command += ["--port", str(free_port()), "--enforce-eager"]
+    with Started(command, os.environ, tmp_path / "log") as server:
         wait_until(has_engine, 240)
-        process.kill()
-        process.wait()
+        server.process.kill()
+        server.process.wait()
         wait_until(lambda: not group_of(server), 60)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
-def expert_server(tmp_path_factory):
+def expert_server(tmp_path_factory, run_server):
     """Of a mixture of experts, two of which are nearly equal in the routers' eyes. It returns the
     experts of each token, and computes prompts in parts if there are several.
     """
@@ -272,12 +256,9 @@ def expert_server(tmp_path_factory):
         for _, router in routers_of(model):
             router.weight[2] = router.weight[1]
     perturb(model, 0, 1e-6, ".mlp.gate.")
-    folder = tmp_path_factory.mktemp("model")
-    model.save_pretrained(folder)
-    load_example("warm_start").make_tokenizer().save_pretrained(folder)
+    folder = write_model(tmp_path_factory.mktemp("model"), model)
     flags = [*FLAGS, "--enable-return-routed-experts", "--max-num-batched-tokens", "128"]
-    log = tmp_path_factory.mktemp("server") / "server.log"
-    with running_server(folder, log, *flags, module="tests.experts_on_cpu") as server:
+    with run_server(folder, *flags, module="tests.experts_on_cpu") as server:
         yield folder, server
 
 
@@ -285,9 +266,7 @@ def expert_server(tmp_path_factory):
 def test_experts_arrive_exactly(expert_server, connect):
     folder, server = expert_server
     sync, model = connect(server), load(folder)
-    for version in range(3):
-        perturb(model, seed=version)
-        push_to(sync, model, version)
+    for version in pushed_versions(sync, model, 3):
         assert largest_difference(model, server, sync.model_name) < 1e-4, version
     merged = connect(server, lora_sync="merged")
     for targets in (["q_proj", "o_proj"], TARGETS):  # which has an adapter of each expert
@@ -322,13 +301,13 @@ def test_a_run_with_router_replay_computes_the_logprobs_that_the_server_sampled_
             return cispo(inputs)
 
         args = RLConfig(
-            output_dir=str(tmp_path / f"run-{replays}"), use_cpu=True, use_lora=False,
+            output_dir=f"{tmp_path}/run-{replays}", use_cpu=True, use_lora=False,
             batch_size=32, rollouts_per_example=8, micro_batch_size=32, max_seq_len=64,
             max_tokens=32, max_steps=1, max_off_policy_steps=0, learning_rate=0.0,
             save_strategy="no", disable_tqdm=True,
             vllm_server_port=server.port, router_replay=replays,
         )  # fmt: skip
-        trainer = RoundedOtherwise(str(folder), example_env(), args, loss_fn=loss_fn)
+        trainer = RoundedOtherwise(folder, example_env(), args, loss_fn=loss_fn)
         # It replays nothing, and a token may be far apart.
         trainer.weight_sync._check_agreement = lambda *_: None
         trainer.train()
@@ -341,18 +320,19 @@ def test_a_run_with_router_replay_computes_the_logprobs_that_the_server_sampled_
 @pytest.mark.parametrize(
     "experts, kind", [(False, "adapter"), (True, "full")], ids=["dense", "experts"]
 )
-def test_qwen3_5_arrives_where_its_checkpoint_has_a_vision_tower(connect, tmp_path, experts, kind):
+def test_qwen3_5_arrives_where_its_checkpoint_has_a_vision_tower(
+    connect, run_server, tmp_path, experts, kind
+):
     write_family("qwen3_5_moe" if experts else "qwen3_5", tmp_path)
     old, model = (
         load_policy(str(tmp_path), RLConfig(use_cpu=True, use_lora=use_lora))
         for use_lora in (False, kind == "adapter")
     )
     flags = ("--open", *(LORA if kind == "adapter" else ()))
-    with running_server(tmp_path, tmp_path / "server.log", *flags, dtype="auto") as server:
+    with run_server(tmp_path, *flags, dtype="auto") as server:
         sync = connect(server)
-        for version in range(3):
-            perturb(model, seed=version, scale=0.05 if kind == "adapter" else 0.02)
-            push_to(sync, model, version)
+        scale = 0.05 if kind == "adapter" else 0.02
+        for version in pushed_versions(sync, model, 3, scale=scale):
             # The rounding of bfloat16, by which a token may get another expert, and far from the
             # weights of the checkpoint.
             tolerance = 0.2 if experts else 0.05
@@ -365,8 +345,7 @@ def group_of(server):
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            is_running = (path / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-            if is_running and os.getpgid(int(path.name)) == server.process.pid:
+            if is_running(path.name) and os.getpgid(int(path.name)) == server.process.pid:
                 found.append(path)
         except OSError:
             pass  # it ended meanwhile
@@ -434,8 +413,8 @@ def test_tokens_on_both_sides_of_a_push_carry_their_version(full_server, connect
 def test_logprobs_of_a_prompt_are_refused_beside_adapters_on_a_cpu(lora_server):
     folder, server = lora_server
     with pytest.raises(AssertionError, match="start vf-vllm without that flag"):
-        ask(server, str(folder), prompt_logprobs=0)
-    ask(server, str(folder))  # its engine lives
+        ask(server, folder, prompt_logprobs=0)
+    ask(server, folder)  # its engine lives
 
 
 KILLED_IN_A_PUSH = """
@@ -461,9 +440,8 @@ push_to(sync, model, 1)
 def test_a_trainer_killed_in_a_push_leaves_a_server_for_the_next_one(full_server, connect):
     folder, server = full_server
     connect.leave()
-    words = [sys.executable, "-c", KILLED_IN_A_PUSH, str(folder), str(server.port)]
-    killed = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=ROOT)
-    assert killed.returncode == -signal.SIGKILL and "in the middle" in killed.stdout, killed.stderr
+    words = "-c", KILLED_IN_A_PUSH, folder, server.port
+    assert "in the middle" in run_python(*words, status=-signal.SIGKILL).stdout
     model = load(folder)
     perturb(model, seed=5)
     sync = connect(server)

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from tests.conftest import Started, free_port, processes_of, running_server
+from tests.conftest import Started, free_port, processes_of
 from tests.helpers import (
     EXAMPLE,
     EXAMPLE_MODULE,
@@ -17,8 +17,11 @@ from tests.helpers import (
     environment_with,
     example_env,
     load_example,
+    logged,
     run_python,
+    values_in,
     write_environment,
+    write_model,
 )
 from tests.test_foreign import CLASSIC
 from verifiers_rl import RLConfig, RLTrainer, WeightedEnv
@@ -28,17 +31,17 @@ pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
-def server(warm_start, tmp_path_factory):
-    log = tmp_path_factory.mktemp("server") / "server.log"
+def server(warm_start, run_server):
     # On a CPU, requests with seeds need prompts that are prefilled in one piece.
     flags = ("--enable-lora", "--max-lora-rank", "16", "--no-enable-chunked-prefill")
-    with running_server(warm_start, log, *flags) as server:
+    with run_server(warm_start, *flags) as server:
         yield server
 
 
-def options_of(server, folder, **options):
+@pytest.fixture
+def make_trainer(warm_start, server, tmp_path):
     defaults = {
-        "output_dir": str(folder / "run"),
+        "output_dir": tmp_path / "run",
         "use_cpu": True,
         "batch_size": 64,
         "rollouts_per_example": 16,
@@ -51,19 +54,7 @@ def options_of(server, folder, **options):
         "save_strategy": "no",
         "vllm_server_port": server.port,
     }
-    return defaults | options
-
-
-@pytest.fixture
-def make_trainer(warm_start, server, tmp_path):
-    def make(env, model=warm_start, **options):
-        return RLTrainer(str(model), env, RLConfig(**options_of(server, tmp_path, **options)))
-
-    return make
-
-
-def history(trainer, name):
-    return [row[name] for row in trainer.state.log_history if name in row]
+    return lambda env, **options: RLTrainer(str(warm_start), env, RLConfig(**defaults | options))
 
 
 def test_the_reward_rises_and_every_token_is_as_the_server_sampled_it(make_trainer):
@@ -76,11 +67,11 @@ def test_the_reward_rises_and_every_token_is_as_the_server_sampled_it(make_train
     assert after["eval_reward"] > before["eval_reward"] + 0.05
     assert after["eval_exact_match"] > before["eval_exact_match"] + 0.1
     # The first batch was sampled by the very weights it is trained on.
-    first, *later = history(trainer, "staleness_max")
+    first, *later = logged(trainer, "staleness_max")
     assert first == 0.0 and 1.0 in later and {*later} <= {0.0, 1.0}
-    assert history(trainer, "importance_ratio")[0] == pytest.approx(1.0, abs=1e-4)
-    assert history(trainer, "mismatch_kl")[0] < 1e-6
-    assert history(trainer, "error_share") == [0.0] * 40
+    assert logged(trainer, "importance_ratio")[0] == pytest.approx(1.0, abs=1e-4)
+    assert logged(trainer, "mismatch_kl")[0] < 1e-6
+    assert logged(trainer, "error_share") == [0.0] * 40
 
 
 def test_logprobs_of_both_sides_are_equal_over_the_tokens_that_top_p_and_the_like_left(
@@ -91,7 +82,7 @@ def test_logprobs_of_both_sides_are_equal_over_the_tokens_that_top_p_and_the_lik
     # From a worker, which runs an environment as the trainer itself does, and sends its samples.
     trainer = make_trainer(example_env(), sampling_mask=True, env_workers=1, **options)
     trainer.train()
-    (kl,), (largest,) = history(trainer, "mismatch_kl"), history(trainer, "importance_ratio_max")
+    (kl,), (largest,) = logged(trainer, "mismatch_kl"), logged(trainer, "importance_ratio_max")
     assert kl < 1e-7 and largest == pytest.approx(1.0, abs=1e-4)
     allowed = [s.extras["allowed_tokens"][s.loss_mask] for s in trainer.batch.samples]
     counts = np.concatenate([(ids >= 0).sum(1) for ids in allowed])
@@ -99,7 +90,7 @@ def test_logprobs_of_both_sides_are_equal_over_the_tokens_that_top_p_and_the_lik
     trainer = make_trainer(example_env(), **options)
     trainer.train()
     assert "sampling_mask = true makes up for top_p, top_k and min_p" in caplog.text
-    assert history(trainer, "mismatch_kl")[0] > 1e-4
+    assert logged(trainer, "mismatch_kl")[0] > 1e-4
 
 
 def test_a_deterministic_run_samples_the_same_tokens_again_in_other_processes(make_trainer):
@@ -138,14 +129,14 @@ def test_the_custom_loss_example_raises_the_reward(server, warm_start, tmp_path)
     # A copy of the examples whose model is the fixture's.
     examples = tmp_path / "examples"
     shutil.copytree(ROOT / "examples", examples, ignore=shutil.ignore_patterns("outputs"))
-    shutil.copytree(warm_start, examples / "reverse_text" / "outputs" / "warm_start")
+    shutil.copytree(warm_start, examples / "reverse_text/outputs/warm_start")
     done = run_python(examples / "custom_loss.py", "--steps", "25", "--port", server.port)
     before, after = map(float, re.findall(r"held-out reward ([\d.]+) -> ([\d.]+)", done.stdout)[0])
     assert after > before + 0.05
 
 
 def test_the_one_file_example_raises_the_reward(server, warm_start):
-    script = ROOT / "examples" / "one_file.py"
+    script = ROOT / "examples/one_file.py"
     assert len(script.read_text().splitlines()) <= 200
     words = ["--model", warm_start, "--steps", "50", "--port", server.port]
     done = run_python(script, *words)
@@ -168,7 +159,7 @@ def test_a_workspace_trains_on_its_own_environment_with_its_own_loss(server, war
     }.items():
         words.append(f"--trainer.args.{option}={value}")
     run_python("-m", "verifiers_rl.cli.train", *words, folder=folder)
-    rows = read_metrics(folder / "outputs" / "rl")
+    rows = read_metrics(folder / "outputs/rl")
     steps = [row for row in rows if "loss" in row]
     assert [row["step"] for row in steps] == [1, 2, 3]
     assert all(row["env/right_letters"] == pytest.approx(row["reward"]) for row in steps)
@@ -177,17 +168,21 @@ def test_a_workspace_trains_on_its_own_environment_with_its_own_loss(server, war
 
 
 def test_a_classic_environment_trains_in_its_own_python_beside_one_of_v1(make_trainer, monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLE))
+    monkeypatch.syspath_prepend(EXAMPLE)
     args = {"num_train": 2048, "num_eval": 64, "instruction": ""}
     classic = {"id": "classic_reverse_text", "args": args}
-    folders = [ROOT / "examples" / "classic"]
+    folders = [ROOT / "examples/classic"]
     old = WeightedEnv(classic, "old", python=str(CLASSIC), folders=folders)
-    options = {"max_off_policy_steps": 0, "max_steps": 2, "eval_examples": 64}
-    trainer = make_trainer([old, WeightedEnv(example_env(), "new")], **options)
+    trainer = make_trainer(
+        [old, WeightedEnv(example_env(), "new")],
+        max_off_policy_steps=0,
+        max_steps=2,
+        eval_examples=64,
+    )
     trainer.evaluate()
     trainer.train()
-    assert history(trainer, "error_share") == [0.0] * 2
-    kls = history(trainer, "mismatch_kl")
+    assert logged(trainer, "error_share") == [0.0] * 2
+    kls = logged(trainer, "mismatch_kl")
     assert kls[0] < 1e-6 and max(kls) < 1e-5
     assert {rollout.env for rollout in trainer.batch.rollouts} == {"old", "new"}
 
@@ -201,7 +196,7 @@ def words_of_run(folder, model, **options):
     options |= {"output_dir": f"{folder}/run", "eval_examples": 64}
     options |= {"vllm_server_port": free_port()}
     words = [f"--trainer.args.{name}={value}" for name, value in options.items()]
-    return ["@", str(EXAMPLE / "rl.toml"), "--model", str(model), *words]
+    return ["@", EXAMPLE / "rl.toml", "--model", model, *words]
 
 
 # Runs where an environment is loaded: what does this process know, and what does the server, or who
@@ -229,7 +224,7 @@ def test_the_flat_example_runs_on_a_cpu_with_another_model_and_environment(warm_
     trainer = tmp_path / "my_trainer.py"
     text, mark = trainer.read_text(), '**token_means, "my_mark": 42.5}'
     trainer.write_text(text.replace("**token_means}", mark))
-    page = (ROOT / "docs" / "configuration.md").read_text()
+    page = (ROOT / "docs/configuration.md").read_text()
     (tmp_path / "hosted.toml").write_text(re.findall(r"```toml\n(.*?)```", page, re.DOTALL)[0])
     (tmp_path / "secrets.env").write_text("JUDGE_NOTE=veiled-9431\n")
     (tmp_path / "reverse_text.py").write_text(EXAMPLE_MODULE.read_text() + SPY)
@@ -245,8 +240,8 @@ def test_the_flat_example_runs_on_a_cpu_with_another_model_and_environment(warm_
     )
     words = ["@", tmp_path / "hosted.toml", "@", tmp_path / "here.toml", "--max_steps", "3"]
     words += ["--batch_size=32", "--eval.interval", "2", "--eval.num_examples=8"]
-    variables = {"VF_RL_TEST": str(tmp_path), "WANDB_MODE": "offline"}
-    variables |= {"WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
+    variables = {"VF_RL_TEST": tmp_path, "WANDB_MODE": "offline"}
+    variables |= {"WANDB_DIR": tmp_path, "WANDB_SILENT": "true"}
     # From another folder than the TOMLs', whose modules are found all the same.
     done = run_python("-m", "verifiers_rl.cli.rl", *words, folder="/", **variables)
     assert processes_of(tmp_path) == {}
@@ -276,9 +271,9 @@ def test_a_toml_mixes_rewards_and_a_teacher_that_vf_rl_serves(warm_start, tmp_pa
     )
     words = words_of_run(tmp_path, warm_start, max_steps=12, eval_strategy="no")
     words += ["@", tmp_path / "taught.toml"]
-    run_python("-m", "verifiers_rl.cli.rl", *words, VF_RL_TEST=str(tmp_path))
+    run_python("-m", "verifiers_rl.cli.rl", *words, VF_RL_TEST=tmp_path)
     rows = read_metrics(tmp_path / "run")
-    kls = [row["taught/teacher_kl"] for row in rows if "reward" in row]
+    kls = values_in(rows, "taught/teacher_kl")
     # At the start the teacher is the student itself, and then the student leaves it.
     assert len(kls) == 12 and abs(kls[0]) < 1e-5 and max(map(abs, kls[2:])) > 1e-4, kls
     assert not any("rewarded/teacher_kl" in row for row in rows)
@@ -356,9 +351,7 @@ WeightSync.sleep = fall_asleep
 def test_a_run_on_a_shared_device_goes_on_when_either_side_is_killed_in_a_phase(
     tokenizer, tmp_path
 ):
-    model = tmp_path / "model"
-    load_example("warm_start").make_model(tokenizer).save_pretrained(model)
-    tokenizer.save_pretrained(model)
+    model = write_model(tmp_path / "model", load_example("warm_start").make_model(tokenizer))
     (tmp_path / "turns.py").write_text(TAKES_TURNS)
     (tmp_path / "turns.toml").write_text(
         '[inference.args]\nenable_sleep_mode = true\n[trainer]\nclass = "turns:TakesTurns"\n'
@@ -366,15 +359,14 @@ def test_a_run_on_a_shared_device_goes_on_when_either_side_is_killed_in_a_phase(
     options = {"eval_strategy": "no", "save_strategy": "steps", "save_steps": 1}
     options |= {"max_steps": 5, "batch_size": 32, "max_off_policy_steps": 0}
     words = ["-c", LIKE_A_GPU, *words_of_run(tmp_path, model, **options)]
-    words += ["@", str(tmp_path / "turns.toml")]
-    variables = {"VF_RL_TEST": str(tmp_path)}
+    words += ["@", tmp_path / "turns.toml"]
+    variables = {"VF_RL_TEST": tmp_path}
     environment = environment_with(**variables)
     with Started([sys.executable, *words], environment, tmp_path / "output.log") as run:
         assert run.process.wait(900) == 128 + signal.SIGKILL, run.said()[-6000:]
     assert run.said().count("inference ended with status 137; starting it again in 1 s") == 3
     assert processes_of(tmp_path) == {}  # the server that slept has ended, too
-    done = run_python(*words, "--resume", **variables)
-    assert "inference ended" not in done.stdout
+    assert "inference ended" not in run_python(*words, "--resume", **variables).stdout
     assert (tmp_path / "turns").read_text().splitlines() == [
         "pushed 0", "killed falling asleep",
         "pushed 1", "asleep", "killed asleep",

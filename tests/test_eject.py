@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from functools import partial
 
 import pytest
 
@@ -14,19 +15,14 @@ NAMES = ("my_trainer", "my_orchestrator")
 
 @pytest.fixture
 def run_eject(run_main):
-    """Runs vf-rl --eject into a folder. Returns its exit status and what it printed."""
-
-    def run(*folder):
-        status, *said = run_main(rl.main, "--eject", *folder)
-        return status, "".join(said)
-
-    return run
+    """Runs `vf-rl --eject` into a folder, as `run_main` does."""
+    return partial(run_main, rl.main, "--eject")
 
 
 @pytest.fixture
 def import_fork(tmp_path, monkeypatch):
     """Imports the trainer of the fork in tmp_path."""
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
 
     def forget():
         for name in NAMES:
@@ -128,7 +124,7 @@ MADE = {
 def test_a_change_of_the_step_is_one_edit_of_one_copy(
     tmp_path, run_eject, import_fork, train, name
 ):
-    status, said = run_eject(tmp_path)
+    status, said, _ = run_eject(tmp_path)
     assert status == 0 and 'class = "my_trainer:RLTrainer"' in said
     plain, made = train(RLTrainer)
     assert made == PLAIN
@@ -151,6 +147,6 @@ def test_a_script_may_import_the_copy_first(tmp_path, run_eject, monkeypatch):
 
 def test_a_fork_that_is_there_already_is_not_overwritten(tmp_path, run_eject):
     (tmp_path / "my_orchestrator.py").write_text("mine")
-    status, said = run_eject(tmp_path)
+    status, _, said = run_eject(tmp_path)
     assert status == 1 and "holds my_orchestrator.py already; choose another folder" in said
     assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]

@@ -2,14 +2,13 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
 
 from tests.conftest import free_port, processes_of, wait_until
-from tests.helpers import ROOT, environment_with
+from tests.helpers import running_python
 from verifiers_rl.cli import train
 from verifiers_rl.process.interrupts import Interrupted
 
@@ -25,7 +24,7 @@ from verifiers_rl.process.interrupts import Interrupted
     ],
 )
 def test_an_interrupted_vf_train_has_the_signals_status(
-    tmp_path, monkeypatch, run_main, when, number
+    tmp_path, monkeypatch, run_main, unknown_models, when, number
 ):
     def interrupt_at(place):
         if when == place:
@@ -43,9 +42,8 @@ def test_an_interrupted_vf_train_has_the_signals_status(
             raise Interrupted(number)
 
     monkeypatch.setattr("verifiers_rl.trainer.RLTrainer", Trainer)
-    config = "verifiers_rl.cli.config"
-    monkeypatch.setattr(f"{config}.model_error", lambda name: None)
-    monkeypatch.setattr(f"{config}.RunConfig.load_envs", lambda self: interrupt_at("load"))
+    load_envs = "verifiers_rl.cli.config.RunConfig.load_envs"
+    monkeypatch.setattr(load_envs, lambda self: interrupt_at("load"))
     toml = tmp_path / "config.toml"
     toml.write_text(
         'model = "m"\n[env]\nid = "e"\n[trainer]\ngpus = 0\n'
@@ -105,14 +103,12 @@ def read_until(process, text):
 
 
 def test_a_second_ctrl_c_ends_a_trainer_that_does_not_end(tmp_path):
-    words = [str(free_port()), str(tmp_path), NOISY_SERVER, STUCK_TRAINER]
-    command = [sys.executable, "-u", "-c", SUPERVISED, *words]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    for text in ("training", "not yet"):  # which would take two minutes
-        read_until(process, text)
-        process.send_signal(signal.SIGINT)
-    process.communicate(timeout=15)
-    assert process.returncode == 130
+    words = free_port(), tmp_path, NOISY_SERVER, STUCK_TRAINER
+    with running_python("-u", "-c", SUPERVISED, *words) as process:
+        for text in ("training", "not yet"):  # which would take two minutes
+            read_until(process, text)
+            process.send_signal(signal.SIGINT)
+        assert process.wait(15) == 130
 
 
 # --- The ranks of a killed vf-rl ------------------------------------------------------------------
@@ -159,7 +155,7 @@ train.main()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
-def test_without_pidfds_a_process_ends_with_its_parent(tmp_path):
+def test_without_pidfds_a_process_ends_with_its_parent():
     child = """
 import os, sys, time
 from verifiers_rl.process.ending import end_with
@@ -173,37 +169,33 @@ print("waits", flush=True)
 time.sleep(300)
 """
     parent = "import os, subprocess, sys; subprocess.run([*sys.argv[1:], str(os.getpid())])"
-    words = [sys.executable, "-c", parent, sys.executable, "-c", child]
-    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE) as process:
-        assert process.stdout.readline() == b"waits\n"
+    with running_python("-c", parent, sys.executable, "-c", child) as process:
+        assert process.stdout.readline() == "waits\n"
         process.kill()
-        assert process.stdout.read() == b""  # the child has closed it
+        assert process.stdout.read() == ""  # the child has closed it
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs pidfds")
 @pytest.mark.parametrize("killed", ["vf-rl", "launcher"])
 def test_ranks_have_their_gpus_and_end_with_a_killed_parent(tmp_path, killed):
     (tmp_path / "rank.py").write_text(RANK)
-    command = [sys.executable, "-c", LAUNCH, str(tmp_path / "rank.py"), str(tmp_path)]
-    saving_s = "300" if killed == "vf-rl" else "0"
-    environment = environment_with(VF_RL_TEST=str(tmp_path), SAVING_S=saving_s)
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, env=environment)
+    words = "-c", LAUNCH, tmp_path / "rank.py", tmp_path
+    saving_s = 300 if killed == "vf-rl" else 0
     left = lambda: [*processes_of(tmp_path)]  # noqa: E731
-    try:
-        ranks = [tmp_path / "rank-0", tmp_path / "rank-1"]
-        wait_until(lambda: all(rank.exists() for rank in ranks), 60, left)
-        assert ranks[1].read_text() == "1 2 2,3"
-        if killed == "vf-rl":
-            process.kill()
-            process.wait()
-            process.stdout.close()  # what they print goes nowhere from here on
-        else:
-            os.kill(int((tmp_path / "launcher").read_text()), signal.SIGKILL)
-        expected = [process.pid] * (killed == "launcher")
-        wait_until(lambda: left() == expected, 20, left)
-        assert {p.name for p in tmp_path.glob("ended-*")} == {"ended-0", "ended-1"}
-    finally:
-        for pid in left():
-            os.kill(pid, signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+    with running_python(*words, VF_RL_TEST=tmp_path, SAVING_S=saving_s) as process:
+        try:
+            ranks = [tmp_path / "rank-0", tmp_path / "rank-1"]
+            wait_until(lambda: all(rank.exists() for rank in ranks), 60, left)
+            assert ranks[1].read_text() == "1 2 2,3"
+            if killed == "vf-rl":
+                process.kill()
+                process.wait()
+                process.stdout.close()  # what they print goes nowhere from here on
+            else:
+                os.kill(int((tmp_path / "launcher").read_text()), signal.SIGKILL)
+            expected = [process.pid] * (killed == "launcher")
+            wait_until(lambda: left() == expected, 20, left)
+            assert {p.name for p in tmp_path.glob("ended-*")} == {"ended-0", "ended-1"}
+        finally:
+            for pid in left():
+                os.kill(pid, signal.SIGKILL)

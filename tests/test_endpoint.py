@@ -10,7 +10,7 @@ from aiohttp import web
 
 from tests import test_environments_v1 as v1
 from verifiers_rl.envs import chat_harness
-from verifiers_rl.envs.chat_harness import CHAT, ChatHarness, RefusedError, post_in_memory
+from verifiers_rl.envs.chat_harness import CHAT, RefusedError, post_in_memory
 from verifiers_rl.process.loop_thread import ExitError
 
 tokenizer, on_the_path, play = v1.tokenizer, v1.on_the_path, v1.play  # fixtures
@@ -98,6 +98,8 @@ def test_model_calls_of_the_chat_need_no_socket_in_a_run(play, monkeypatch, is_o
 
         monkeypatch.setattr(chat_harness, way.__name__, spy)
     if not is_ours:
-        monkeypatch.setattr(ChatHarness, "_endpoint_of", lambda *arguments: None)
+        monkeypatch.setattr(
+            "verifiers_rl.envs.chat_harness.ChatHarness._endpoint_of", lambda *arguments: None
+        )
     play(num_rollouts=3)
     assert used == ["post_in_memory" if is_ours else "post_over_http"] * 3

@@ -86,6 +86,6 @@ def test_keys_that_hold_secrets_are_told_from_others(key, value, is_one):
 
 def test_programs_are_shown_without_their_secrets():
     """Lines of programs in shown_programs.txt, each with what is shown of it (=>)."""
-    given = (ROOT / "tests" / "shown_programs.txt").read_text().splitlines()
+    given = (ROOT / "tests/shown_programs.txt").read_text().splitlines()
     lines = [line.partition(" => ")[0] for line in given]
     check_lines([f"{line} => {without_secrets(line)}" for line in lines], "shown_programs.txt")

@@ -18,9 +18,9 @@ import pytest
 from tests.conftest import is_running, wait_until
 from tests.helpers import (
     ROOT,
-    load_example,
     make_request,
     make_samples,
+    make_tokenizer,
     only_runner,
     run_python,
     values_of,
@@ -35,7 +35,6 @@ from tests.test_environments_v1 import (  # noqa: F401
 )
 from tests.troubled_env import NOBODY, QUESTIONS, TroubledEnv
 from verifiers_rl import RLConfig, WeightedEnv, env_from
-from verifiers_rl.envs import workers
 from verifiers_rl.envs.base import (
     InvalidEnvironmentError,
     NotPortableError,
@@ -67,7 +66,7 @@ def tokenizer(on_the_path):  # noqa: F811
 def roll_out(env, tokenizer, tmp_path, use, say=lambda prompt: "yes", **options):
     """What `use(run, runner)` returns, where `run(index)` gives a group of two rollouts."""
     defaults = {"max_seq_len": 200, "max_tokens": 40, "use_cpu": True, "env_workers": 1}
-    args = RLConfig(output_dir=str(tmp_path), **defaults | options)
+    args = RLConfig(output_dir=tmp_path, **defaults | options)
     server = Server(tokenizer, say)
     given = {"places": Places(args.max_concurrent), "sampling_args": args.sampling_args()}
 
@@ -101,6 +100,10 @@ def survive(tmp_path, use, num_workers=1, timeout_s=60.0, places=None, **trouble
     return asyncio.run(asyncio.wait_for(main(), 60))
 
 
+def errors_of(groups):
+    return [rollout.error for group in groups for rollout in group]
+
+
 def pids(pool):
     return [worker._process.pid for worker in pool.workers]
 
@@ -119,7 +122,7 @@ def test_groups_of_workers_are_those_of_this_process(tokenizer, tmp_path, foreig
         rollouts = [rollout for group in groups for rollout in group]
         return rollouts, runner.sizes("train"), is_in_workers
 
-    tokenizer = load_example("warm_start").make_tokenizer() if foreign else tokenizer
+    tokenizer = make_tokenizer() if foreign else tokenizer
     env = load(options={"num_tasks": 3})
     (here, sizes, _), _ = roll_out(env, tokenizer, tmp_path, all_of_them, env_workers=0)
     # Another Python has one worker at least.
@@ -137,8 +140,8 @@ def test_groups_of_workers_are_those_of_this_process(tokenizer, tmp_path, foreig
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(workers, "ALIVE_S", 0.2)
-    monkeypatch.setattr(workers, "BLOCKED_S", 1.0)
+    monkeypatch.setattr("verifiers_rl.envs.workers.ALIVE_S", 0.2)
+    monkeypatch.setattr("verifiers_rl.envs.workers.BLOCKED_S", 1.0)
 
 
 @pytest.mark.parametrize("question, status", [("die once", 7), ("stop once", -9)])
@@ -151,8 +154,8 @@ def test_a_worker_that_dies_or_stops_is_replaced_and_its_groups_begin_again(
         return before, groups, pids(pool)
 
     before, groups, after = survive(tmp_path, use, timeout_s=2.0)
+    assert errors_of(groups) == [None] * 4
     for group in groups:
-        assert [rollout.error for rollout in group] == [None, None]
         assert [rollout.num_restarts for rollout in group] == [1, 1]
         assert {rollout.metrics["pid"] for rollout in group} == set(after)
         assert group[0].samples[0].policy_versions.tolist() == [-1, 9]
@@ -162,7 +165,7 @@ def test_a_worker_that_dies_or_stops_is_replaced_and_its_groups_begin_again(
 
 
 def test_a_worker_that_only_dies_ends_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(workers, "MAX_DEATHS", 2)
+    monkeypatch.setattr("verifiers_rl.envs.workers.MAX_DEATHS", 2)
     with pytest.raises(InvalidEnvironmentError, match="died 2 times and returned no group"):
         survive(tmp_path, lambda run, pool: run("die"))
 
@@ -180,7 +183,7 @@ def test_an_environment_that_dies_raises_prints_or_forks_costs_its_own_rollouts(
     for rollout in raised:
         assert isinstance(rollout.error, WorkerError) and "no answer key" in str(rollout.error)
         assert "troubled_env.py" in rollout.error.__notes__[0]  # its traceback there
-    assert [rollout.error for group in others for rollout in group] == [None] * 8
+    assert errors_of(others) == [None] * 8
     assert "the environment prints" in capfd.readouterr().out
     forked = int((tmp_path / "forked").read_text())
     wait_until(lambda: not is_running(forked))  # it ends with its worker
@@ -195,7 +198,7 @@ def test_a_cancelled_group_is_cancelled_in_its_worker(tmp_path):
         assert group.cancelled()
         return await run("be well")
 
-    assert [rollout.error for rollout in survive(tmp_path, use)] == [None, None]
+    assert errors_of([survive(tmp_path, use)]) == [None, None]
 
 
 def test_a_blocked_worker_is_named_with_its_stack_and_holds_up_no_other(
@@ -212,11 +215,11 @@ def test_a_blocked_worker_is_named_with_its_stack_and_holds_up_no_other(
         blocked.cancel()
         pid = int((tmp_path / "blocked").read_text())
         os.kill(pid, signal.SIGKILL)
-        return pid, [rollout for group in groups for rollout in group]
+        return pid, groups
 
     pid, others = survive(tmp_path, use, num_workers=2)
-    assert [rollout.error for rollout in others] == [None] * 8
-    assert pid not in {rollout.metrics["pid"] for rollout in others}
+    assert errors_of(others) == [None] * 8
+    assert pid not in {rollout.metrics["pid"] for group in others for rollout in group}
     assert f"worker {pid} has not answered for 1 s" in caplog.text
     assert "in block_the_loop" in capfd.readouterr().err
 
@@ -226,7 +229,7 @@ def test_an_environment_that_a_worker_cannot_make_is_one_error(tmp_path, monkeyp
         survive(tmp_path, None, makers=os.getpid())
     with pytest.raises(InvalidEnvironmentError, match="ended with status 9; see its output above"):
         survive(tmp_path, None, makers=NOBODY)
-    monkeypatch.setattr(workers, "LOAD_S", 0.05)
+    monkeypatch.setattr("verifiers_rl.envs.workers.LOAD_S", 0.05)
     with pytest.raises(InvalidEnvironmentError, match="not loaded within"):
         survive(tmp_path, None, timeout_s=0.05, load_s=60.0)
 
@@ -425,9 +428,10 @@ def test_only_what_the_script_defines_needs_the_script():
 
 def test_a_script_that_multiprocessing_does_not_import_is_not_portable(tmp_path):
     (main := tmp_path / "__main__.py").write_text('if __name__ == "__main__":\n    main()')
-    facts = {"__file__": str(main), "__spec__": SimpleNamespace(name="package.__main__")}
     with pytest.raises(NotPortableError, match="multiprocessing imports no __main__"):
-        check_importable(SimpleNamespace(**facts))
+        check_importable(
+            SimpleNamespace(__file__=str(main), __spec__=SimpleNamespace(name="package.__main__"))
+        )
     with pytest.raises(NotPortableError, match="an interactive session"):
         check_importable(SimpleNamespace())
 

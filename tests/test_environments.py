@@ -1,7 +1,6 @@
 """What both kinds of environments share."""
 
 import math
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +23,10 @@ def scored(env, *rewards, score=0.5, num_samples=1):
         )
         for reward in rewards
     ]  # fmt: skip
+
+
+def runner_of(env, **options):
+    return make_runner(env, "http://unused", None, RLConfig(use_cpu=True, **options))
 
 
 def test_a_group_that_failed_is_not_uniform():
@@ -113,24 +116,23 @@ def test_a_score_that_is_named_like_another_number_gets_a_name_of_its_own(caplog
 
 
 def test_a_runner_of_ones_own_is_run_as_it_is(capsys):
-    args, own = RLConfig(), StubRunner()
-    assert only_runner(make_runner(own, "http://unused", None, args)) is own
+    own = StubRunner()
+    assert only_runner(runner_of(own)) is own
     (line,) = capsys.readouterr().out.splitlines()
     assert "in a thread of the trainer" in line and "StubRunner has no method `recipe`" in line
     several = StubRunner()
     several.weights, several.sizes = [1.0, 3.0], lambda split: [2, 5]
-    mix = [WeightedEnv(own, "mine", 3.0), WeightedEnv(several, "other")]
-    mixed = make_runner(mix, "http://unused", None, args)
+    mixed = runner_of([WeightedEnv(own, "mine", 3.0), WeightedEnv(several, "other")])
     assert (mixed.weights, mixed.sizes("train")) == ([3.0, 0.25, 0.75], [10, 2, 5])
-    limited = make_runner([WeightedEnv(own, "mine", eval_examples=3)], "http://unused", None, args)
+    limited = runner_of([WeightedEnv(own, "mine", eval_examples=3)])
     assert (limited.sizes("train"), limited.sizes("eval")) == ([10], [3])
     with pytest.raises(
         InvalidEnvironmentError, match=r"'other': eval_examples is for one .* has 2"
     ):
-        make_runner([WeightedEnv(several, "other", eval_examples=1)], "http://unused", None, args)
+        runner_of([WeightedEnv(several, "other", eval_examples=1)])
     lacking = SimpleNamespace(run_group=own.run_group, sizes=own.sizes, close=own.close)
     with pytest.raises(InvalidEnvironmentError, match="SimpleNamespace has no weights, open"):
-        make_runner(lacking, "http://unused", None, args)
+        runner_of(lacking)
 
 
 @pytest.mark.parametrize(
@@ -155,18 +157,17 @@ def test_evaluations_of_nothing_are_refused_at_the_start():
     envs = [WeightedEnv(StubRunner(), "a", only="train")]
     for options in ({"eval_strategy": "steps"}, {"eval_on_start": True}):
         with pytest.raises(InvalidEnvironmentError, match="no environment has an example for eval"):
-            make_runner(envs, "http://unused", None, RLConfig(use_cpu=True, **options))
+            runner_of(envs, **options)
 
 
 @pytest.mark.parametrize("env, kind", [(3, "int"), ({"id": "e"}, "dict")])
 def test_what_is_no_environment_is_refused(env, kind):
     said = f"expected an Env or a Taskset .* got {kind}"
     with pytest.raises(InvalidEnvironmentError, match=said):
-        make_runner(env, "http://unused", None, RLConfig())
+        runner_of(env)
 
 
-def test_a_classic_environment_in_this_python_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])
+def test_a_classic_environment_in_this_python_says_what_to_install(tmp_path, kept_path):
     (tmp_path / "old_one.py").write_text("def load_environment():\n    ...\n")
     said = "id='old-one' is a classic environment.*'verifiers>=0.3.1,<0.4'.* set python ="
     with pytest.raises(InvalidEnvironmentError, match=said):

@@ -2,13 +2,11 @@
 each sampled token is trained. docs/environments_of_others.md says what cannot be tried here.
 """
 
-import threading
-
-import nltk
 import pytest
 import uvicorn
 
 from tests.conftest import free_port, wait_until
+from tests.serving import uvicorn_in_thread
 from tests.test_environments_v1 import load
 from tests.test_environments_v1 import play as play
 from tests.test_environments_v1 import tokenizer as tokenizer
@@ -36,12 +34,9 @@ def openenv():
     """The address of a server of OpenEnv."""
     port = free_port()
     server = uvicorn.Server(uvicorn.Config("tests.v1.openenv_hunt:app", port=port))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    wait_until(lambda: server.started)
-    yield f"http://127.0.0.1:{port}"
-    server.should_exit = True
-    thread.join(30)
+    with uvicorn_in_thread(server):
+        wait_until(lambda: server.started)
+        yield f"http://127.0.0.1:{port}"
 
 
 def test_openenvs_server_answers_each_action_and_rewards_of_steps_are_summed(rollout_of, openenv):
@@ -63,7 +58,7 @@ def test_textarenas_engine_answers_each_guess(rollout_of, tmp_path, monkeypatch)
     }.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
-    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
-    monkeypatch.setattr(nltk, "download", lambda *args, **options: True)
+    monkeypatch.setattr("nltk.data.path", [str(tmp_path)])
+    monkeypatch.setattr("nltk.download", lambda *args, **options: True)
     rollout = rollout_of("textarena", {"game": "Wordle-v0"}, "[lemon]", "so [apple]")
     assert rollout.reward == 1.0 and "Y Y X X X" in rollout.completion

@@ -1,9 +1,7 @@
 """Environments of verifiers.v1, against a stand-in for vf-vllm that answers over HTTP."""
 
 import asyncio
-import base64
 import copy
-import io
 import json
 import os
 import resource
@@ -19,7 +17,7 @@ import pytest
 import verifiers.v1 as vf
 from aiohttp import web
 
-from tests.helpers import load_example, make_request, values_of
+from tests.helpers import chat, in_base64, make_request, make_tokenizer, values_of
 from tests.serving import chat_reply, serving
 from verifiers_rl import RLConfig, WeightedEnv, env_from
 from verifiers_rl.advantages import center_on_group_mean, of_rewards, set_advantages
@@ -34,10 +32,8 @@ from verifiers_rl.envs.make import make_runner
 from verifiers_rl.envs.v1 import V1Environment, turns_of_trace
 from verifiers_rl.envs.v1_client import Said
 from verifiers_rl.envs.v1_loading import load_v1_environment
-from verifiers_rl.inference import ChatReply
-from verifiers_rl.inference.client import ServerLostError
+from verifiers_rl.inference import ChatReply, ServerLostError
 from verifiers_rl.inference.packed_tokens import pack_sampled, unpack_ids
-from verifiers_rl.inference.rollout_client import ServerClient
 from verifiers_rl.report.means import batch_metrics
 from verifiers_rl.requests import Places
 from verifiers_rl.types import Rollout, Sample
@@ -50,7 +46,7 @@ CALL = {"name": "double", "arguments": '{"x":4}'}
 @pytest.fixture(scope="module")
 def tokenizer():
     """Drops the thinking of past turns and writes some for the last, as Qwen3's template does."""
-    tokenizer = load_example("warm_start").make_tokenizer(["<|tool|>", "<tool_call>"])
+    tokenizer = make_tokenizer("<|tool|>", "<tool_call>")
     tokenizer.chat_template = tokenizer.chat_template.replace(
         "{{- message['content'] or '' -}}",
         "{%- if loop.last -%}{{- '<think></think>' + (message['content'] or '') -}}"
@@ -61,7 +57,7 @@ def tokenizer():
 
 @pytest.fixture(autouse=True)
 def on_the_path(monkeypatch):
-    monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.syspath_prepend(HERE)
     monkeypatch.setenv("PYTHONPATH", str(HERE))
 
 
@@ -72,8 +68,8 @@ def load(taskset="small_tasks", harness=NULL, **table):
     return load_v1_environment(table)
 
 
-def with_user(taskset="small_tasks"):
-    return load(taskset, harness=None, id="user_env")
+def with_user():
+    return load(harness=None, id="user_env")
 
 
 @pytest.fixture
@@ -110,14 +106,12 @@ class Server:
         if body.get("sampling_mask"):  # each token and the one after it; any, for even ones
             counts = np.array([2 * (t % 2) for t in tokens])
             mask = counts, np.array([[t, t + 1] for t in tokens if t % 2]).reshape(-1)
-        experts = io.BytesIO()
         num_rows = len(body["tokens"]) + len(tokens) - 1
-        np.save(experts, np.full((num_rows, 1, 2), version, np.uint8))
-        encoded = base64.b64encode(experts.getvalue()).decode()
+        experts = in_base64(np.full((num_rows, 1, 2), version, np.uint8))
         of_message = {"refusal": None, "tool_calls": calls}
         reply = chat_reply(
             None if calls else text, finish, of_message, logprobs={"content": []},
-            routed_experts=encoded,
+            routed_experts=experts,
         )  # fmt: skip
         packed = pack_sampled(tokens, np.array([-0.1 * (t % 7) for t in tokens]), mask)
         reply |= {"model": body["model"], "usage": None, "packed_tokens": packed}
@@ -147,7 +141,7 @@ def play(tokenizer, tmp_path):
         with_tokenizer=tokenizer, **options,
     ):  # fmt: skip
         options = {"max_seq_len": 8000, "max_tokens": 200, **options}
-        args = RLConfig(output_dir=str(tmp_path), use_cpu=True, env_workers=0, **options)
+        args = RLConfig(output_dir=tmp_path, use_cpu=True, env_workers=0, **options)
         server = Server(with_tokenizer, say if callable(say) else lambda prompt: say)
 
         async def run():
@@ -267,7 +261,9 @@ def test_a_timeout_of_the_environment_is_not_taken_for_generation_timeout(play, 
 
     raises, waits = load(), load(agent={"timeout": {"rollout": 0.3}})
     monkeypatch.setattr(raises, "run_slot", late)
-    monkeypatch.setattr(ServerClient, "reply_to", lambda *args, **kwargs: asyncio.sleep(10))
+    monkeypatch.setattr(
+        "verifiers_rl.inference.ServerClient.reply_to", lambda *args, **kwargs: asyncio.sleep(10)
+    )
     for env, said in ((raises, "the database did not answer"), (waits, "ran out of its own time")):
         (rollout,), _ = play(env=env, fails=True)
         assert said in str(rollout.error) and "generation_timeout" not in str(rollout.error)
@@ -298,8 +294,7 @@ def think(prompt):
 
 def test_turns_with_a_user_are_one_sample_though_the_template_drops_thinking(play, tokenizer):
     """Allowed tokens and experts are those of the turn that computed a token."""
-    options = {"top_k": 9, "router_replay": True, "sampling_mask": True}
-    (rollout,), requests = play(think, with_user(), **options)
+    (rollout,), requests = play(think, with_user(), top_k=9, router_replay=True, sampling_mask=True)
     (sample,) = rollout.samples
     assert tokenizer.decode(sample.token_ids) == (
         "<|user|>question 0<|end|><|assistant|><think>hm</think>1<|end|>"
@@ -563,7 +558,7 @@ def test_an_image_is_refused_in_a_prompt_at_the_start_and_in_a_turn_in_its_rollo
     env.question = image
     (rollout,), _ = play(env=env, fails=True)
     assert "images and other media are not trained yet" in str(rollout.error)
-    task = SmallTask(vf.TaskData(idx=0, prompt=[{"role": "user", "content": image}]))
+    task = SmallTask(vf.TaskData(idx=0, prompt=chat(image)))
     monkeypatch.setattr(SmallTaskset, "load", lambda self: [task])
     with pytest.raises(InvalidEnvironmentError, match=r"task 0: .*'image_url': images .* trained"):
         V1Environment(load(), RunnerOptions("", tokenizer, 200))

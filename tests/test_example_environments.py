@@ -52,7 +52,7 @@ def problems(tmp_path):
     row = {"problem": "What is 6 times 7?", "solution": "It is $\\boxed{42}$."}
     (tmp_path / "problems").mkdir()
     (tmp_path / "problems/train.jsonl").write_text(json.dumps(row))
-    return str(tmp_path / "problems")
+    return f"{tmp_path}/problems"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -90,7 +90,7 @@ def test_the_tool_tells_prices_and_the_sum_is_rewarded(play):
     assert (rollout.reward, rollout.metrics["num_calls"]) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize(("verdict", "reward"), [("yes", 1.0), ("No.", 0.0), ("perhaps", None)])
+@pytest.mark.parametrize("verdict, reward", [("yes", 1.0), ("No.", 0.0), ("perhaps", None)])
 def test_the_judges_verdict_is_the_reward_and_no_verdict_is_an_error(play, verdict, reward):
     asked = []
 
@@ -197,7 +197,7 @@ def test_only_the_end_of_what_a_program_prints_is_kept_in_memory():
 
 
 @pytest.mark.parametrize(
-    ("said", "right", "same"),
+    "said, right, same",
     [
         ("1,000", "1000.0", True),
         ("\\dfrac{1}{2}", "0.5", True),

@@ -5,7 +5,7 @@ Rewards are tested in test_example_environments.py, and on the real server (test
 import numpy as np
 import pytest
 
-from tests.helpers import StubSource, load_example
+from tests.helpers import StubSource, load_example, logged, make_tokenizer
 from verifiers_rl import RLTrainer
 from verifiers_rl.advantages import set_advantages
 from verifiers_rl.losses import reinforce
@@ -35,16 +35,23 @@ def test_held_out_tasks_are_not_trained_on_and_demonstrations_are_rendered(name)
     assert not {*train} & {*held_out}
     clean, noisy = (module.demonstrations(16, 3, noise) for noise in (0.0, 0.5))
     assert len(clean) == 16 and clean != noisy
-    tokenizer = load_example("warm_start").make_tokenizer(getattr(module, "EXTRA_TOKENS", None))
+    tokenizer = make_tokenizer(*getattr(module, "EXTRA_TOKENS", ()))
     for conversation in clean:
         assert tokenizer.apply_chat_template(conversation["messages"], return_dict=False)
 
 
 def test_the_trainer_runs_on_stubs(tmp_path):
     load_example("warm_start")  # which it imports, from beside it
-    options = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "disable_tqdm": True}
-    trainer = load_example("stubs").train(RLTrainer, output_dir=str(tmp_path), seed=1, **options)
-    assert [row["reward"] for row in trainer.state.log_history if "loss" in row] == [0.5, 0.5]
+    trainer = load_example("stubs").train(
+        RLTrainer,
+        output_dir=tmp_path,
+        seed=1,
+        max_steps=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        disable_tqdm=True,
+    )
+    assert logged(trainer, "reward") == [0.5, 0.5]
     assert trainer.weight_sync.policy_version == 2
 
 
@@ -82,8 +89,14 @@ def test_gdpo_normalises_each_reward_in_the_group_and_their_sum_in_the_batch(
         seen.update(inputs.advantages.tolist())
         return reinforce(inputs)
 
-    options = {"batch_size": 4, "rollouts_per_example": 2, "max_steps": 1}
-    make_trainer(kind=gdpo.GDPOTrainer, source=source, loss_fn=loss, **options).train()
+    make_trainer(
+        kind=gdpo.GDPOTrainer,
+        source=source,
+        loss_fn=loss,
+        batch_size=4,
+        rollouts_per_example=2,
+        max_steps=1,
+    ).train()
     # std = sqrt(2 * (0.72 + 0.32) / 3) = 0.832666
     expected = [-1.019049, -0.679366, 0.679366, 1.019049]
     assert sorted(seen) == pytest.approx(expected, abs=1e-4)

@@ -44,7 +44,7 @@ DEFAULT = {"micro_batch_size": None}  # 8 samples of 32 tokens, or 300 tokens, w
 # With 2 layers, a token takes 2, 1.525 or 1.05 times what a forward keeps of it, with checkpoints
 # of none, one or both.
 @pytest.mark.parametrize(
-    ("options", "room", "tokens", "checkpoints"),
+    "options, room, tokens, checkpoints",
     [
         (DEFAULT, 1000, 300, 0),
         ({**DEFAULT, "max_seq_len": 64}, 2000, 512, 0),

@@ -1,6 +1,5 @@
 """The flat layout means what ours means."""
 
-import sys
 import tomllib
 
 import pytest
@@ -244,7 +243,7 @@ report_to = ["tensorboard", "wandb"]
 )
 def test_a_default_of_a_table_never_wins_over_a_value(compose, words, changed):
     below = compose(OURS_BELOW).trainer.args
-    assert compose(OURS_BELOW, words=words).trainer.args == {**below, **tomllib.loads(changed)}
+    assert compose(OURS_BELOW, words=words).trainer.args == below | tomllib.loads(changed)
 
 
 def test_an_evaluation_that_is_switched_off_has_no_defaults(compose):
@@ -253,8 +252,9 @@ def test_an_evaluation_that_is_switched_off_has_no_defaults(compose):
     assert config.trainer.args == {"eval_strategy": "no", "eval_examples": 5}
 
 
-def test_an_id_of_the_hub_is_the_module_that_its_package_installs(tmp_path, compose, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])
+def test_an_id_of_the_hub_is_the_module_that_its_package_installs(
+    tmp_path, compose, monkeypatch, kept_path
+):
     monkeypatch.setenv("PYTHONPATH", "")
     (tmp_path / "0").mkdir()
     write_environment(tmp_path / "0", "hub_game", ["a", "b"])

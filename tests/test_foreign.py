@@ -1,7 +1,6 @@
 """Environments in rollout workers of another Python than the trainer's."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,8 +15,8 @@ from verifiers_rl.envs.foreign import ForeignEnvironment
 from verifiers_rl.envs.make import make_runner
 
 # `make classic` makes it; `make test` does so by itself.
-CLASSIC = ROOT / ".venv-classic" / "bin" / "python"
-EXAMPLE = ROOT / "examples" / "classic"
+CLASSIC = ROOT / ".venv-classic/bin/python"
+EXAMPLE = ROOT / "examples/classic"
 
 
 def test_a_worker_loads_no_torch_and_no_vllm():
@@ -55,22 +54,18 @@ def test_a_worker_has_this_package_and_nothing_else_of_this_python(tmp_path, tok
 def test_classic_environments_in_their_own_python(tokenizer, tmp_path):
     """Runs the tests in tests/classic there."""
     tokenizer.save_pretrained(tmp_path)
-    variables = {"TOKENIZER": str(tmp_path), "HF_HUB_OFFLINE": "1"}  # for a model named "mine"
+    variables = {"TOKENIZER": tmp_path, "HF_HUB_OFFLINE": 1}  # for a model named "mine"
     words = ["-q", "-p", "no:cacheprovider", "--confcutdir", "tests/classic", "tests/classic"]
-    done = subprocess.run(
-        [CLASSIC, "-m", "pytest", *words], env={**os.environ, **variables}, cwd=ROOT,
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-6000:]
+    run_python("-m", "pytest", *words, python=CLASSIC, **variables)
 
 
 def test_a_python_that_cannot_run_workers_is_one_line_that_says_what_to_install(tmp_path):
     bare = tmp_path / "bare"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", bare], check=True)
+    run_python("-m", "venv", "--without-pip", bare)
     options = RunnerOptions("http://unused", None, 64)
     for python, expected in (
         (tmp_path / "none", r"no such program; make a Python .*: `uv venv NAME"),
-        (bare / "bin" / "python", r"No module named 'verifiers'; make .* --python .*verifiers"),
+        (bare / "bin/python", r"No module named 'verifiers'; make .* --python .*verifiers"),
     ):
         with pytest.raises(InvalidEnvironmentError, match=expected) as caught:
             ForeignEnvironment({"id": "e"}, str(python), options)
@@ -92,9 +87,9 @@ def test_a_toml_names_the_python_relative_to_itself(tmp_path):
         'client_type = "renderer"\n'
     )
     config = load_run_config(toml, checks_model=False)
-    python = str(tmp_path / "venv/bin/python")
+    python = f"{tmp_path}/venv/bin/python"
     (env,) = config.load_envs()
     table = {"id": "classic", "args": {"size": 3}, "client_type": "renderer"}
     assert (env.env, env.name) == (table, "classic")
     assert (env.python, env.folders) == (python, [tmp_path])
-    assert f'python = "{python}"' in resolved_text(config, str(tmp_path / "out"))
+    assert f'python = "{python}"' in resolved_text(config, f"{tmp_path}/out")

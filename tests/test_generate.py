@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import json
 import shutil
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -11,15 +12,14 @@ import pytest
 import verifiers.v1 as vf
 from aiohttp import web
 
-from tests.helpers import EXAMPLE_MODULE, ROOT, make_tiny_model
+from tests.helpers import EXAMPLE_MODULE, ROOT, chat, write_model
 from tests.serving import chat_reply, in_thread, serving
 from verifiers_rl import RLConfig, WeightedEnv, env_from
-from verifiers_rl.cli import supervise as supervise_module
+from verifiers_rl.cli import rl
 from verifiers_rl.cli.children import LocalChild
 from verifiers_rl.cli.config import load_run_config
 from verifiers_rl.cli.plan import SERVERS_VARIABLE, assign_gpus, plan_servers
 from verifiers_rl.envs.played import PlayedEnvironment
-from verifiers_rl.sft import generate as module
 from verifiers_rl.sft.conversations import Tokenization, read_dataset, without_none
 from verifiers_rl.sft.generate import (
     Endpoint,
@@ -38,7 +38,7 @@ def completed(content, finish_reason="stop", **fields):
 @pytest.fixture
 def rl_toml(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    make_tiny_model().save_pretrained(tmp_path / "base")
+    write_model(tmp_path / "base")
     (tmp_path / "held.jsonl").write_text("")
     (tmp_path / "rl.toml").write_text(
         'model = "./base"\n[env.taskset]\nid = "reverse_text"\nnum_tasks = 3\ninstruction = ""\n'
@@ -48,7 +48,13 @@ def rl_toml(tmp_path, monkeypatch):
     return tmp_path / "rl.toml"
 
 
-def test_rollouts_of_any_endpoint_become_data(rl_toml, capsys, monkeypatch, tokenizer):
+@pytest.fixture
+def generate(rl_toml, run_main):
+    """Runs the command with these words. Returns its status, and what it printed on both ways."""
+    return partial(run_main, rl.main, "generate", "@", rl_toml)
+
+
+def test_rollouts_of_any_endpoint_become_data(generate, monkeypatch, tokenizer):
     asked = []
 
     async def reply(request):
@@ -66,9 +72,9 @@ def test_rollouts_of_any_endpoint_become_data(rl_toml, capsys, monkeypatch, toke
         monkeypatch.setenv("MY_KEY", "secret")
         words = f"-n 2 --min-reward 1 --endpoint {url}/v1 m --api-key-var MY_KEY -o data/new.jsonl "
         words += "--trainer.args.max_concurrent 1 --trainer.args.chat_template_kwargs.effort low"
-        assert module.main(["@", str(rl_toml), *words.split()]) == 0
+        status, out, _ = generate(*words.split())
     rows = read_dataset(["data/new.jsonl"])
-    assert len(asked) == 6 and [row["example"] for row in rows] == [0, 0]
+    assert status == 0 and len(asked) == 6 and [row["example"] for row in rows] == [0, 0]
     body, authorization = asked[0]
     assert (body["model"], body["top_k"], authorization) == ("m", 5, "Bearer secret")
     assert "min_p" not in body  # which no endpoint but vLLM's knows
@@ -78,13 +84,12 @@ def test_rollouts_of_any_endpoint_become_data(rl_toml, capsys, monkeypatch, toke
         assert answer["reasoning_content"] == "so" and "reasoning_details" not in answer
         assert (row["reward"], row["environment"], row["model"]) == (1.0, "reverse_text", "m")
         assert row["chat_template_kwargs"] == body["chat_template_kwargs"] == {"effort": "low"}
-    out = capsys.readouterr().out
     assert "2 of 6 rollouts written" in out and "1 left out, because a length limit" in out
     # What it has written is data for vf-sft.
     assert len(Tokenization(tokenizer).of_rows(rows, "it")) == 2
 
 
-def test_an_endpoint_that_refuses_all_requests_is_named_and_fails(rl_toml, capsys, monkeypatch):
+def test_an_endpoint_that_refuses_all_requests_is_named_and_fails(generate, monkeypatch):
     keys = []
 
     async def refuse(request):
@@ -92,14 +97,13 @@ def test_an_endpoint_that_refuses_all_requests_is_named_and_fails(rl_toml, capsy
         return web.json_response({"error": {"message": "no such key"}}, status=401)
 
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    with in_thread(serving(refuse)) as url, pytest.raises(SystemExit) as ended:
-        module.main(["@", str(rl_toml), "--endpoint", f"{url}/v1", "m", "-o", "new.jsonl"])
-    error = capsys.readouterr().err
-    assert ended.value.code == 1 and "no rollout succeeded" in error and "no such key" in error
+    with in_thread(serving(refuse)) as url:
+        status, _, error = generate("--endpoint", f"{url}/v1", "m", "-o", "new.jsonl")
+    assert status == 1 and "no rollout succeeded" in error and "no such key" in error
     assert keys and "secret" not in " ".join(keys)  # it is OpenAI's alone
 
 
-def test_an_endpoint_that_is_busy_is_asked_again(rl_toml, capsys, monkeypatch):
+def test_an_endpoint_that_is_busy_is_asked_again(generate, monkeypatch):
     monkeypatch.setattr("verifiers.v1.utils.retries.backoff", lambda attempt: 0.01)
     statuses = iter([429, 500, 502, 503])
 
@@ -109,19 +113,17 @@ def test_an_endpoint_that_is_busy_is_asked_again(rl_toml, capsys, monkeypatch):
         return completed("no")
 
     with in_thread(serving(reply)) as url:
-        words = ["--endpoint", f"{url}/v1", "m", "-o", "new.jsonl"]
-        assert module.main(["@", str(rl_toml), *words]) == 0
-    assert "3 of 3 rollouts written" in capsys.readouterr().out
+        status, out, _ = generate("--endpoint", f"{url}/v1", "m", "-o", "new.jsonl")
+    assert status == 0 and "3 of 3 rollouts written" in out
 
 
-def test_without_a_row_all_reasons_are_named(rl_toml, capsys):
+def test_without_a_row_all_reasons_are_named(generate):
     async def reply(request):
         return completed("no", "length")
 
-    with in_thread(serving(reply)) as url, pytest.raises(SystemExit):
-        module.main(["@", str(rl_toml), "--endpoint", f"{url}/v1", "m", "-o", "new.jsonl"])
-    error = capsys.readouterr().err
-    assert "error: nothing is written: each rollout failed, was cut" in error
+    with in_thread(serving(reply)) as url:
+        status, _, error = generate("--endpoint", f"{url}/v1", "m", "-o", "new.jsonl")
+    assert status and "error: nothing is written: each rollout failed, was cut" in error
 
 
 @pytest.mark.parametrize(
@@ -132,10 +134,9 @@ def test_without_a_row_all_reasons_are_named(rl_toml, capsys):
         ("-o new.jsonl --api-key-var K", "without effect unless --endpoint is given"),
     ],
 )
-def test_an_option_of_generate_that_cannot_work_is_named(rl_toml, capsys, words, problem):
-    with pytest.raises(SystemExit) as ended:
-        module.main(["@", str(rl_toml), *words.split()])
-    assert ended.value.code == 1 and problem in capsys.readouterr().err
+def test_an_option_of_generate_that_cannot_work_is_named(generate, words, problem):
+    status, _, error = generate(*words.split())
+    assert status == 1 and problem in error
 
 
 # --- Requests and rollouts ------------------------------------------------------------------------
@@ -157,8 +158,14 @@ def made_of(play, num, num_at_once):
     async def nothing(): ...
 
     options = SimpleNamespace(max_concurrent=num_at_once)
-    members = {"name": "played", "options": options, "sizes": lambda split: [num], "play": play}
-    return SimpleNamespace(**members, open=nothing, close=nothing)
+    return SimpleNamespace(
+        name="played",
+        options=options,
+        sizes=lambda split: [num],
+        play=play,
+        open=nothing,
+        close=nothing,
+    )
 
 
 ASKED = argparse.Namespace(split="train", examples=None, rollouts=1, min_reward=0.0)
@@ -169,9 +176,7 @@ def row_of(number):
 
 
 def test_replies_that_the_tasks_own_prompt_has_are_written_as_prompt():
-    said = [("user", "ab"), ("assistant", "ba"), ("user", "abc")]
-    shots = [{"role": role, "content": text} for role, text in said]
-    env = env_from([{"prompt": shots}], lambda completion: 1.0)
+    env = env_from([{"prompt": chat("ab", "ba", "abc")}], lambda completion: 1.0)
     written = []
 
     async def reply(request):
@@ -260,7 +265,7 @@ def test_all_gpus_are_the_servers_because_nothing_is_trained(rl_toml, monkeypatc
     assert "--data-parallel-size 2" in command and "--tensor-parallel-size 2" in command
 
 
-def test_it_runs_beside_a_server_in_place_of_a_trainer_and_ends_with_it(rl_toml, monkeypatch):
+def test_it_runs_beside_a_server_in_place_of_a_trainer_and_ends_with_it(generate, monkeypatch):
     """The command starts itself once more, which finds the server that was started for it."""
     started = []
 
@@ -273,11 +278,11 @@ def test_it_runs_beside_a_server_in_place_of_a_trainer_and_ends_with_it(rl_toml,
 
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.delenv(SERVERS_VARIABLE, raising=False)
-    monkeypatch.setattr(module, "supervise", supervise)
+    monkeypatch.setattr("verifiers_rl.sft.generate.supervise", supervise)
     command = ["-c", "import sys; sys.exit(sys.argv[2:4] != ['generate', '@'])"]
     child = lambda name, words, env: LocalChild(name, [*command, *words[1:]], env)  # noqa: E731
-    monkeypatch.setattr(supervise_module, "LocalChild", child)
-    assert module.main(["@", str(rl_toml), "-o", "new.jsonl", "--inference.gpus", "0"]) == 0
+    monkeypatch.setattr("verifiers_rl.cli.supervise.LocalChild", child)
+    assert generate("-o", "new.jsonl", "--inference.gpus", "0")[0] == 0
     (plan,) = started
     assert plan.is_needed and plan.max_restarts == 0
     assert "--enable-lora" not in plan.command("h", 1)

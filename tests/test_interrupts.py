@@ -1,14 +1,12 @@
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.helpers import run_python
+from tests.helpers import run_python, running_python
 from verifiers_rl.process import interrupts as module
 from verifiers_rl.process.interrupts import Interrupted, Interrupts, raise_if_interrupted
 from verifiers_rl.process.waiting import wait_until
@@ -97,10 +95,7 @@ with interrupts.Interrupts().handled(None, says=True):
 
 
 def test_a_second_signal_ends_a_process_at_once_also_while_it_is_in_c():
-    process = subprocess.Popen(
-        [sys.executable, "-c", STUCK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
+    with running_python("-c", STUCK) as process:
         assert process.stdout.readline() == "begun\n"
         process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGINT)  # a launcher's copy of the first one
@@ -109,6 +104,3 @@ def test_a_second_signal_ends_a_process_at_once_also_while_it_is_in_c():
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 128 + signal.SIGTERM
-    finally:
-        process.kill()
-        process.communicate()

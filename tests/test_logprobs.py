@@ -14,7 +14,7 @@ from torch._inductor.exc import InductorError
 from torch.testing import assert_close
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from verifiers_rl import logprobs as logprobs_module
+from tests.helpers import needs_gpu
 from verifiers_rl.forward import check_head, reason_against_rows
 from verifiers_rl.logprobs import (
     chunk_size_for,
@@ -39,7 +39,7 @@ def reference(logits, targets, temperature):
 
 
 @pytest.mark.parametrize(
-    ("overwrite", "mode", "dtype", "autocast"),
+    "overwrite, mode, dtype, autocast",
     [
         (False, "value", torch.float32, True),  # float32 all the same
         (True, "value", torch.float32, False),
@@ -89,7 +89,7 @@ def test_impossible_tokens_give_a_finite_loss_and_gradients(name, overwrite):
 
 
 @pytest.mark.parametrize(
-    ("function", "option"),
+    "function, option",
     [
         *product([token_logprobs_and_entropy], ["value", "gradient"]),
         *product([plain_logprobs_and_entropy], [False, True]),
@@ -104,7 +104,7 @@ def test_impossible_tokens_are_finite(function, option):
 
 
 @pytest.mark.parametrize(
-    ("last", "is_trained"),
+    "last, is_trained",
     [(nn.Tanh(), True), (nn.Sigmoid(), False), (nn.Softmax(-1), True), (nn.ReLU(), False)],
 )
 def test_a_head_whose_backward_needs_its_logits_keeps_them(last, is_trained):
@@ -137,20 +137,22 @@ def test_a_chunk_of_logits_takes_256_mb_and_on_a_gpu_1_gb():
     assert sizes == {"cpu": 441, "mps": 441, "cuda": 1766} and chunk_size_for(10**9, "cpu") == 1
 
 
-needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+needs_compiler = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler"),
+]
 
 
 # As on a GPU. Once it is compiled, too, which takes a while on a CPU.
 @pytest.mark.parametrize(
-    ("is_compiled", "entropy", "temperature", "device"),
+    "is_compiled, entropy, temperature, device",
     [
         (False, "none", 1.0, "cpu"),
         (False, "value", 0.7, "cpu"),
         (False, "gradient", 0.7, "cpu"),
-        pytest.param(True, "value", 0.7, "cpu", marks=[pytest.mark.slow, needs_compiler]),
-        pytest.param(True, "gradient", 0.7, "cpu", marks=[pytest.mark.slow, needs_compiler]),
-        pytest.param(True, "gradient", 0.7, "cuda", marks=[pytest.mark.gpu, needs_gpu]),
+        pytest.param(True, "value", 0.7, "cpu", marks=needs_compiler),
+        pytest.param(True, "gradient", 0.7, "cpu", marks=needs_compiler),
+        pytest.param(True, "gradient", 0.7, "cuda", marks=needs_gpu),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch.compile's own
@@ -158,9 +160,9 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_the_compiled_function_equals_the_loops_and_has_their_gradient(
     monkeypatch, is_compiled, entropy, temperature, device
 ):
-    monkeypatch.setattr(logprobs_module, "COMPILED_ON", (device,))
+    monkeypatch.setattr("verifiers_rl.logprobs.COMPILED_ON", (device,))
     if not is_compiled:
-        monkeypatch.setattr(logprobs_module, "compiled", lambda: plain_logprobs_and_entropy)
+        monkeypatch.setattr("verifiers_rl.logprobs.compiled", lambda: plain_logprobs_and_entropy)
     torch.manual_seed(0)
     leaf = torch.randn(5, 11, requires_grad=True)
     targets = torch.randint(11, (5,))
@@ -183,8 +185,8 @@ def test_the_compiled_function_equals_the_loops_and_has_their_gradient(
 def test_the_function_is_compiled_once_for_any_number_of_tokens(monkeypatch):
     counter = CompileCounter()
     function = torch.compile(plain_logprobs_and_entropy, backend=counter)
-    monkeypatch.setattr(logprobs_module, "COMPILED_ON", ("cpu",))
-    monkeypatch.setattr(logprobs_module, "compiled", lambda: function)
+    monkeypatch.setattr("verifiers_rl.logprobs.COMPILED_ON", ("cpu",))
+    monkeypatch.setattr("verifiers_rl.logprobs.compiled", lambda: function)
     head = nn.Linear(6, 11)
     for num_tokens in (20, 9, 15):  # chunks of 7, 6, 5, 4, and all but the last once more
         hidden, targets = torch.randn(num_tokens, 6), torch.randint(11, (num_tokens,))
@@ -284,7 +286,7 @@ def relative_error(given, expected):
 
 
 @pytest.mark.parametrize(
-    ("name", "is_trained", "weights"),
+    "name, is_trained, weights",
     [
         ("tied", True, torch.bfloat16),
         ("bias in the head", False, torch.bfloat16),
@@ -313,7 +315,7 @@ def test_a_head_in_float32_is_exact_where_the_model_is_bfloat16(name, is_trained
 
 
 @pytest.mark.parametrize(
-    ("name", "trained"),
+    "name, trained",
     [
         *[("bias in the head", "head"), ("bias in the head", "adapter"), ("divided", "adapter")],
         *[("soft cap", "head"), ("soft cap", "nothing"), ("multiplied", "nothing")],
@@ -333,8 +335,10 @@ def test_autocast_loses_no_more_than_its_rounding_to_bfloat16(name, trained):
     model = ARCHITECTURES[name]().requires_grad_(False)
     model.model.forward = lambda inputs_embeds, **_: BaseModelOutputWithPast(inputs_embeds)
     if trained == "adapter":
-        options = {"lora_alpha": 4, "target_modules": ["lm_head"], "init_lora_weights": False}
-        get_peft_model(model, LoraConfig(r=4, **options))
+        get_peft_model(
+            model,
+            LoraConfig(r=4, lora_alpha=4, target_modules=["lm_head"], init_lora_weights=False),
+        )
     for parameter in model.lm_head.parameters():
         parameter.data = (parameter / 8).bfloat16().float()
         parameter.requires_grad |= trained == "head"
@@ -391,21 +395,20 @@ def test_a_rounded_heads_gradient_is_summed_over_chunks_in_float32(head_dtype):
 
 
 needs_flash = pytest.mark.skipif(
-    not torch.cuda.is_available() or find_spec("flash_attn") is None,
-    reason="flash attention needs a GPU and the flash_attn package",
+    find_spec("flash_attn") is None, reason="needs the flash_attn package"
 )
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler, for flex
 # Gemma 2 has sliding windows, and no SDPA, which cannot soft-cap attention scores.
 @pytest.mark.parametrize(
-    ("name", "attention"),
+    "name, attention",
     [
         ("plain", "sdpa"),
         ("plain", "eager"),
         ("soft cap", "eager"),
         pytest.param("wide heads", "flex_attention", marks=pytest.mark.slow),
-        pytest.param("wide heads", "flash_attention_2", marks=[pytest.mark.gpu, needs_flash]),
+        pytest.param("wide heads", "flash_attention_2", marks=[*needs_gpu, needs_flash]),
     ],
 )
 def test_a_sequence_in_a_pack_gets_the_logprobs_it_gets_alone(name, attention):

@@ -55,7 +55,7 @@ def random_inputs(num_samples):
 
 
 @pytest.mark.parametrize(
-    ("loss_fn", "problem"),
+    "loss_fn, problem",
     [(mean, MEAN), (broadcast, BROADCAST), (unweighted, UNWEIGHTED), (random_subset, "")],
 )
 def test_each_wrong_loss_is_named(loss_fn, problem):
@@ -119,9 +119,10 @@ def test_the_first_step_says_it_once_and_changes_nothing(
     make_trainer, caplog, monkeypatch, tmp_path
 ):
     def train(name):
-        options = {"micro_batch_size": 2, "max_steps": 1, "output_dir": str(tmp_path / name)}
         loss_fn = Counting()
-        trainer = make_trainer(loss_fn=loss_fn, **options)
+        trainer = make_trainer(
+            loss_fn=loss_fn, micro_batch_size=2, max_steps=1, output_dir=f"{tmp_path}/{name}"
+        )
         trainer.checkpoints.kept["counting"] = loss_fn
         trainer.train()
         numbers = random.random(), np.random.rand(), torch.rand(1).item()

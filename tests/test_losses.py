@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.helpers import ROOT
-from verifiers_rl.config import RLConfig
+from verifiers_rl import RLConfig
 from verifiers_rl.losses import (
     LOSSES,
     MASKS,
@@ -39,7 +39,7 @@ def make_inputs(trainer, inference, advantages, sequence_ids=None, weights=None,
 # --- Losses ---------------------------------------------------------------------------------------
 
 
-BY_HAND = tomllib.loads((ROOT / "tests" / "losses_by_hand.txt").read_text())
+BY_HAND = tomllib.loads((ROOT / "tests/losses_by_hand.txt").read_text())
 
 
 def test_each_loss_and_each_mask_is_worked_out_by_hand():

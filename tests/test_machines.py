@@ -42,7 +42,7 @@ def test_the_four_variables_are_read_and_not_handed_on():
 )
 def test_variables_that_cannot_be_are_one_clear_error(changes, message):
     with pytest.raises(TomlError, match=message):
-        take_variables({**FOUR, **changes})
+        take_variables(FOUR | changes)
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_two_machines_become_a_cluster_and_end_with_the_trainer_or_the_head(tmp_
         f'[trainer.args]\noutput_dir = "{tmp_path}/run"\nvllm_server_timeout = 120\n'
     )
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model/config.json").write_text("{}")
     with ray_folder() as (_, environment, apart), machines(2) as found, ExitStack() as stack:
         environment |= {"MASTER_ADDR": found[0].address, "MASTER_PORT": "29500"}
         environment |= {"WORLD_SIZE": "2", TOKEN_VARIABLE: "of this run"}
@@ -107,7 +107,7 @@ def test_two_machines_become_a_cluster_and_end_with_the_trainer_or_the_head(tmp_
         runs = []
         for rank, machine in enumerate(found):
             command = [*machine.words, *(apart if rank else []), sys.executable, "-c", DRIVER]
-            command += [str(tmp_path / "end"), "7", "@", str(path)]
+            command += [f"{tmp_path}/end", "7", "@", path]
             run = Started(command, {**environment, "RANK": str(rank)}, tmp_path / f"log{rank}")
             runs.append(stack.enter_context(run))
         first, second = runs

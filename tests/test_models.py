@@ -6,7 +6,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from tests.families import write_family
-from tests.helpers import make_tiny_llama, make_tiny_model, make_tiny_moe
+from tests.helpers import TARGETS, make_tiny_llama, make_tiny_model, make_tiny_moe
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.models import (
     check_policy,
@@ -14,7 +14,6 @@ from verifiers_rl.models import (
     load_policy,
 )
 
-SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 DELTA_NET = {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"}
 
 
@@ -36,7 +35,7 @@ def qwen3_5(request, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "make, adapted",
-    [(make_tiny_model, SEVEN), (make_tiny_llama, SEVEN), (make_tiny_moe, SEVEN[:4])],
+    [(make_tiny_model, TARGETS), (make_tiny_llama, TARGETS), (make_tiny_moe, TARGETS[:4])],
 )
 def test_the_default_adapts_the_same_seven_layers_of_most_models(make, adapted):
     """And leaves experts that are one tensor alone."""
@@ -47,13 +46,13 @@ def test_in_a_model_of_more_layers_the_default_has_the_shortest_names():
     config = make_tiny_model().config
     config.num_hidden_layers, config.layer_types = 3, ["full_attention"] * 3
     policy = load_policy(type(make_tiny_model())(config), options())
-    assert policy.peft_config["default"].target_modules == {*SEVEN}
+    assert policy.peft_config["default"].target_modules == {*TARGETS}
 
 
 def test_the_default_adapts_the_delta_nets_of_qwen3_5_and_neither_head_router_nor_experts(qwen3_5):
     model, has_experts = qwen3_5
     shared = "shared_expert." * has_experts
-    expected = DELTA_NET | {*SEVEN[:4]} | {f"{shared}{name}" for name in SEVEN[4:]}
+    expected = DELTA_NET | {*TARGETS[:4]} | {f"{shared}{name}" for name in TARGETS[4:]}
     assert default_layers(model) == expected
 
 

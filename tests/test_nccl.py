@@ -4,12 +4,10 @@ need GPUs.
 """
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 
 import pytest
@@ -17,10 +15,11 @@ import torch
 
 from tests.conftest import wait_until
 from tests.helpers import (
-    ROOT,
     make_gloo_group,
     map_memory_of_cpu,
+    needs_gpu,
     run_python,
+    running_python,
     share_memory_of_cpu,
 )
 from verifiers_rl.sync import nccl
@@ -249,11 +248,6 @@ print(transport.receive(4)().tolist(), flush=True)
 sys.stdin.readline()
 """
 
-needs_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() == 0, reason="NCCL needs a GPU"),
-]
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("over", ["gloo", pytest.param("nccl", marks=needs_gpu)])
@@ -268,13 +262,10 @@ def test_a_worker_joins_by_the_id_alone_and_its_death_does_not_end_the_trainer(m
     transport = nccl.NcclTransport(0, 2, torch.device(ours), 60.0)
     unique_id = transport.unique_id()
     assert len(unique_id) == nccl.ID_BYTES
-    worker = subprocess.Popen(
-        [sys.executable, "-c", WORKER, theirs],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-        | {"NCCL_HOSTID": "server"},
-    )  # fmt: skip
-    try:
+    with (
+        closing(transport),
+        running_python("-c", WORKER, theirs, NCCL_HOSTID="server") as worker,
+    ):
         worker.stdin.write(unique_id.hex() + "\n")
         worker.stdin.flush()
         transport.wait_until_connected()
@@ -284,10 +275,6 @@ def test_a_worker_joins_by_the_id_alone_and_its_death_does_not_end_the_trainer(m
         buffer = torch.zeros(2**26, dtype=torch.uint8, device=ours)
         with pytest.raises(nccl.NcclError, match="NCCL failed"):  # not our deadline
             transport.send(buffer)
-    finally:
-        transport.close()
-        worker.kill()
-        worker.communicate()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -11,7 +11,7 @@ from tests.conftest import wait_until
 from tests.helpers import StubRunner, make_samples
 from verifiers_rl.config import ConfigError
 from verifiers_rl.data import first_of_each, order_examples
-from verifiers_rl.inference.client import ServerLostError
+from verifiers_rl.inference import ServerLostError
 from verifiers_rl.orchestrator import RolloutError
 from verifiers_rl.process.loop_thread import ExitError
 from verifiers_rl.report.means import evaluation_metrics
@@ -43,7 +43,7 @@ def failing_at(*places, error=ValueError("broken tool")):  # noqa: B008 - it has
     return StubRunner(outcome=lambda index, i: error if i in places else float(i))
 
 
-def wait_for_rollouts(runner, number=8):
+def wait_for_rollouts(runner, number):
     wait_until(lambda: runner.in_flight == number, 10)
 
 
@@ -67,8 +67,8 @@ def test_an_advantage_function_sees_the_rollouts_and_may_give_one_number_a_token
         of_tokens = np.where(mask, np.arange(len(mask)), np.nan)  # NaN without loss: ignored
         return [np.float32(-3.0), torch.from_numpy(of_tokens), 7.0]
 
-    options = {"advantage_fn": later_tokens_count_more, "batch_size": 4}
-    batch = one_step(make_orchestrator(failing_at(3), **options))
+    runner, advantage_fn = failing_at(3), later_tokens_count_more
+    batch = one_step(make_orchestrator(runner, advantage_fn=advantage_fn, batch_size=4))
     (sample,) = batch.rollouts[1].samples
     expected = np.arange(len(sample.token_ids)) * sample.loss_mask
     assert sample.advantages.tolist() == expected.tolist()
@@ -76,18 +76,16 @@ def test_an_advantage_function_sees_the_rollouts_and_may_give_one_number_a_token
 
 
 def test_advantages_that_an_environment_has_set_are_kept(make_orchestrator):
-    class Graded(StubRunner):
-        async def run_group(self, request):
-            group = await super().run_group(request)
-            group[0].set_advantage(0.25)
-            group[0].has_own_advantages = True
-            return group
+    def grade(group):
+        group[0].set_advantage(0.25)
+        group[0].has_own_advantages = True
 
-    batch = one_step(make_orchestrator(Graded(), batch_size=4))
+    runner = StubRunner(change=grade)
+    batch = one_step(make_orchestrator(runner, batch_size=4))
     assert advantages(batch) == [0.25, -0.5, 0.5, 1.5]
     # Which teach something whatever the rewards are.
-    never = {"group_filter": {"min_reward": 100.0}, "batch_size": 4}
-    assert one_step(make_orchestrator(Graded(), **never)).metrics["filtered_share"] == 0
+    never = make_orchestrator(runner, group_filter={"min_reward": 100.0}, batch_size=4)
+    assert one_step(never).metrics["filtered_share"] == 0
 
 
 def last_token_without_number(group):
@@ -309,19 +307,14 @@ def test_a_server_that_hangs_is_noticed_while_its_rollouts_run(make_orchestrator
 
 
 def test_rollouts_of_which_none_has_a_token_are_no_batch(make_orchestrator):
-    class Silent(StubRunner):
-        num_speaking = 1
+    def silence(group):
+        for rollout in group[num_speaking:]:
+            rollout.samples, rollout.num_turns = [], 0
 
-        async def run_group(self, request):
-            group = await super().run_group(request)
-            for rollout in group[self.num_speaking :]:
-                rollout.samples, rollout.num_turns = [], 0
-            return group
-
-    runner = Silent()
+    runner, num_speaking = StubRunner(change=silence), 1
     batch = one_step(make_orchestrator(runner))
     assert len(batch.samples) == 2 and advantages(batch) == [-1.5, -0.5, 0.5, 1.5] * 2
-    runner.num_speaking = 0
+    num_speaking = 0
     with pytest.raises(RolloutError, match="no agent took a turn in any rollout"):
         one_step(make_orchestrator(runner))
 
@@ -334,9 +327,7 @@ def solved(index, i):
     return [0.0, 1.0, float(i % 2)][index % 3]
 
 
-def varied(max_oversampling):
-    """Lets groups pass whose rewards differ."""
-    return {"min_reward_variance": 1e-6, "max_oversampling": max_oversampling}
+VARIED = {"min_reward_variance": 1e-6, "max_oversampling": 2}  # groups whose rewards differ pass
 
 
 @pytest.mark.parametrize(
@@ -361,18 +352,18 @@ def test_groups_that_do_not_pass_are_replaced(make_orchestrator, group_filter, k
 
 def test_oversampling_is_bounded_and_steps_do_not_share_examples(make_orchestrator, caplog):
     runner = StubRunner(num_examples=30, outcome=solved)
-    orchestrator = make_orchestrator(runner, example_order=IN_TURN, group_filter=varied(2))
+    orchestrator = make_orchestrator(runner, example_order=IN_TURN, group_filter=VARIED)
     assert examples(one_step(orchestrator)) == [2]  # 5 was not reached
     assert "1 of the 4 groups generated pass, 2 are wanted: loosen group_filter" in caplog.text
     one_step(orchestrator, step=1)
-    assert sorted(call[1] for call in runner.seen) == [*range(8)]
+    assert sorted(request.index for request in runner.seen) == [*range(8)]
 
 
 def test_where_nothing_passes_training_goes_on_without_signal(make_orchestrator):
     """Example 0 fails, which is not replaced; the others do not pass."""
     runner = StubRunner(outcome=lambda index, i: ValueError("x") if index == 0 else 0.5)
-    batch = one_step(make_orchestrator(runner, example_order=IN_TURN, group_filter=varied(2)))
-    assert [call[1] for call in runner.seen] == [0, 1, 2, 3]
+    batch = one_step(make_orchestrator(runner, example_order=IN_TURN, group_filter=VARIED))
+    assert [request.index for request in runner.seen] == [0, 1, 2, 3]
     assert not batch.samples and batch.metrics["filtered_share"] == 0.75
     assert batch.num_loss_tokens == 0  # so that no step is taken with it
 
@@ -389,8 +380,9 @@ def test_an_evaluation_runs_beside_pending_batches(make_orchestrator):
             return await super().run_group(request)
 
     sampling, is_evaluated = [], asyncio.Event()
-    options = {"temperature": 0.9, "eval_sampling": {"temperature": 0}}
-    orchestrator = make_orchestrator(SlowTraining(), **options)
+    orchestrator = make_orchestrator(
+        SlowTraining(), temperature=0.9, eval_sampling={"temperature": 0}
+    )
     orchestrator.submit(0, "policy", 0)
     assert evaluate(orchestrator, 4, 2)["num_rollouts"] == 8  # which does not wait for the batch
     orchestrator._thread.loop.call_soon_threadsafe(is_evaluated.set)

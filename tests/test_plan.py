@@ -126,11 +126,10 @@ SHARED = (
     ],
 )
 def test_the_toml_of_vf_setup_runs_on_any_number_of_gpus(
-    monkeypatch, tmp_path, run_main, num_gpus, said
+    monkeypatch, tmp_path, run_main, unknown_models, num_gpus, said
 ):
     monkeypatch.setattr(plan, "version", lambda name: "0.32.0" if num_gpus else "0.32.0+cpu")
     monkeypatch.setattr(gpus, "_num_listed", gpus._num_listed.__wrapped__)
-    monkeypatch.setattr("verifiers_rl.cli.config.model_error", lambda name: None)
     lines = "".join(f"GPU {n}: NVIDIA H100 (UUID: GPU-{n})\n" for n in range(num_gpus))
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\nprintf '{lines}'")
@@ -138,13 +137,13 @@ def test_the_toml_of_vf_setup_runs_on_any_number_of_gpus(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.chdir(tmp_path)
-    toml = ROOT / "examples" / "skeleton" / "rl.toml"
+    toml = ROOT / "examples/skeleton/rl.toml"
     status, printed, error = run_main(rl.main, "--dry-run", "@", toml)
     assert status == 0 and error.endswith(said)
     assert "gpus" not in printed
 
 
-def test_what_the_toml_says_of_a_shared_gpu_stays(monkeypatch, capsys):
+def test_what_the_toml_says_of_a_shared_gpu_stays(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,3")  # which is one
     config = make_config(
         "inference.args.gpu_memory_utilization = 0.5",

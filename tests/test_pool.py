@@ -16,12 +16,10 @@ from tests.conftest import wait_until
 from tests.helpers import StubServer, make_request, make_tiny_model
 from verifiers_rl import RLConfig
 from verifiers_rl.config import ConfigError
-from verifiers_rl.inference.client import InferenceServerError, ServerLostError
+from verifiers_rl.inference import InferenceServerError, ServerLostError
 from verifiers_rl.process.interrupts import Interrupted, Interrupts
 from verifiers_rl.requests import Places
-from verifiers_rl.sync import pool as pool_module
-from verifiers_rl.sync import weight_sync
-from verifiers_rl.sync.pool import ServerPool
+from verifiers_rl.sync import ServerPool
 from verifiers_rl.sync.sources import Source, what_to_send
 from verifiers_rl.sync.weight_sync import WeightSync, push_to_all
 from verifiers_rl.types import Rollout
@@ -56,13 +54,13 @@ def test_each_tensor_is_gathered_once_and_a_server_with_a_fault_costs_itself_onl
             sources[name] = source._replace(make=partial(make, name, source))
         return sources, adapter
 
-    monkeypatch.setattr(weight_sync, "what_to_send", counting)
+    monkeypatch.setattr("verifiers_rl.sync.weight_sync.what_to_send", counting)
     servers = [StubServer(n) for n in range(3)]
     syncs = syncs_to(servers)
     if fault:
         hangs = fault == "hangs"
         servers[1].on_write = lambda given_up: given_up.wait(30) if hangs else servers[1].die()
-    monkeypatch.setattr(weight_sync, "STALL_S", 0.5)
+    monkeypatch.setattr("verifiers_rl.sync.weight_sync.STALL_S", 0.5)
     errors = push_to_all(syncs, MODEL, 7)
     assert set(times_made.values()) == {1} and len(times_made) > 10
     assert ("did not end in time" in str(errors[1])) == (fault == "hangs")
@@ -94,7 +92,7 @@ def test_a_push_keeps_two_buckets_in_memory_however_slow_a_server_is(monkeypatch
     made, slow = [], threading.Semaphore(0)
     source = Source((10,), torch.float32, lambda: made.append(1) or torch.zeros(10))
     sources = {str(i): source for i in range(12)}
-    monkeypatch.setattr(weight_sync, "what_to_send", lambda *_: (sources, None))
+    monkeypatch.setattr("verifiers_rl.sync.weight_sync.what_to_send", lambda *_: (sources, None))
     servers = [StubServer(n) for n in range(2)]
     servers[0].on_write = lambda given_up: slow.acquire()
     syncs = syncs_to(servers, bucket_bytes=40)
@@ -115,8 +113,8 @@ def make_pool(monkeypatch):
     """A pool of stand-in servers, and these. `wrong` has the errors of those that are to disagree
     with the trainer.
     """
-    monkeypatch.setattr(pool_module, "POLL_S", 0.02)
-    monkeypatch.setattr(pool_module, "PAUSE_S", 0.0)
+    monkeypatch.setattr("verifiers_rl.sync.pool.POLL_S", 0.02)
+    monkeypatch.setattr("verifiers_rl.sync.pool.PAUSE_S", 0.0)
     made = []
 
     def make(num_servers, timeout_s=5.0, wrong=None):
@@ -168,19 +166,19 @@ def test_a_server_is_compared_before_and_after_a_step_and_whenever_it_connects_a
     pool._check_agreement = lambda *_: compared.append(server.policy_version)
     pool.wait_until_ready()
 
-    def versions(num_pushes):
+    def versions_of_four():
         compared.clear()
-        for _ in range(num_pushes):
+        for _ in range(4):
             push(pool, next(steps))
         return [*compared]
 
-    assert versions(4) == [0, 1, 2]  # a first step of a warmup changes nothing either
+    assert versions_of_four() == [0, 1, 2]  # a first step of a warmup changes nothing either
     server.die()
     server.is_up = True
     pool.wait_for_server()
-    assert versions(4) == [4, 5, 6]
+    assert versions_of_four() == [4, 5, 6]
     server.hold.give_up()  # a cut connection, and the server lives: the push makes it anew
-    assert versions(4) == [8, 9, 10] and server.held == ["this one"]
+    assert versions_of_four() == [8, 9, 10] and server.held == ["this one"]
 
 
 @pytest.mark.parametrize("pushes_before", [0, 1])
@@ -236,7 +234,7 @@ def test_a_server_that_joins_is_used_from_the_next_push_on(make_pool, monkeypatc
     pool.wait_until_ready()
     push(pool, 0)
     new = StubServer(7)
-    monkeypatch.setattr(pool_module, "InferenceClient", lambda host, port: new)
+    monkeypatch.setattr("verifiers_rl.sync.pool.InferenceClient", lambda host, port: new)
     servers[0].joined = [("127.0.0.1", 7)]
     wait_until(lambda: states(pool) == ["serving", "found"])
     assert push(pool, 1) == 2 and has_weights(new)
@@ -311,7 +309,7 @@ def test_a_request_that_every_server_fails_moves_three_times_and_costs_its_own_r
 
 
 def test_servers_are_given_by_their_addresses(tmp_path):
-    make = partial(RLConfig, output_dir=str(tmp_path), use_cpu=True)
+    make = partial(RLConfig, output_dir=tmp_path, use_cpu=True)
     given = make(vllm_servers=["a:1", "10.0.0.5:8000", "[::1]:80"])
     assert given.servers() == [("a", 1), ("10.0.0.5", 8000), ("::1", 80)]
     for wrong in ([], ["http://a:1"], ["::1:80"], ["a:1", "a:1"], ["a:70000"]):

@@ -13,9 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DogeConfig, DogeForCausalLM, MistralConfig, MistralForCausalLM
-from transformers.integrations import hub_kernels
 
-from tests.helpers import TINY, make_tiny_llama, make_tiny_model
+from tests.helpers import TINY, make_tiny_llama, make_tiny_model, needs_gpu
 from tests.reference import (
     LOSS_OPTIONS,
     batch_gradients,
@@ -25,8 +24,7 @@ from tests.reference import (
     with_logprobs_near,
 )
 from tests.tree_samples import make_sample, make_tree
-from verifiers_rl import forward
-from verifiers_rl.losses import cispo
+from verifiers_rl import cispo, forward
 from verifiers_rl.packing import ModelSupport, collate, copy_to, plan_batch
 from verifiers_rl.report.metrics import TokenMeans
 from verifiers_rl.types import SampleSizes
@@ -57,7 +55,7 @@ def test_the_row_of_the_documentation():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("max_tokens", "num_ranks"), [(1, 2), (12, 1), (30, 2), (1000, 1)])
+@pytest.mark.parametrize("max_tokens, num_ranks", [(1, 2), (12, 1), (30, 2), (1000, 1)])
 def test_every_sample_is_in_one_row_and_rows_are_within_the_budget(max_tokens, num_ranks):
     for seed in range(5):
         samples = make_tree(seed)
@@ -96,8 +94,10 @@ def attention(request, monkeypatch):
     on a GPU. What the package `kernels` would load from the hub, for a GPU, has a stand-in.
     """
     kernel = SimpleNamespace(flash_attn_func=flash_by_hand, flash_attn_varlen_func=kernel_by_hand)
-    monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
-    monkeypatch.setattr(hub_kernels, "get_kernel", lambda *_, **options: kernel)
+    monkeypatch.setattr("transformers.integrations.hub_kernels.is_kernels_available", lambda: True)
+    monkeypatch.setattr(
+        "transformers.integrations.hub_kernels.get_kernel", lambda *_, **options: kernel
+    )
     in_calls = request.param == "sdpa in calls"
     monkeypatch.setattr(forward, "_is_cheaper_in_calls", lambda *_: in_calls)
     if request.param == "sdpa in varlen":
@@ -142,8 +142,9 @@ def kernel_by_hand(
 
 def flash_by_hand(q, k, v, softmax_scale, causal):
     parts = (x.transpose(1, 2) for x in (q, k, v))
-    options = {"is_causal": causal, "scale": softmax_scale, "enable_gqa": True}
-    return scaled_dot_product_attention(*parts, **options).transpose(1, 2)
+    return scaled_dot_product_attention(
+        *parts, is_causal=causal, scale=softmax_scale, enable_gqa=True
+    ).transpose(1, 2)
 
 
 def make_sharing_trainer(make_trainer, make_model, attention, lora, checkpointing, **options):
@@ -172,9 +173,7 @@ SHARED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("loss", "attention", "make_model", "lora", "way"), SHARED, indirect=["attention"]
-)
+@pytest.mark.parametrize("loss, attention, make_model, lora, way", SHARED, indirect=["attention"])
 def test_the_step_with_shared_beginnings_equals_a_float64_reference(
     make_trainer, monkeypatch, loss, attention, make_model, lora, way
 ):
@@ -228,21 +227,16 @@ def gradients_in(way, device, dtype, of_values):
     return output, *torch.autograd.grad(output.square().sum(), qkv)
 
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-
-
 ROUNDED = 1.5e-2  # twice what calls in bfloat16 are off
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "of_values", "bound"),
+    "device, dtype, of_values, bound",
     [
         ("cpu", torch.float64, torch.float64, 1e-14),
         # A norm with float32 weights gives float32 queries and keys.
         ("cpu", torch.float32, torch.bfloat16, ROUNDED),
-        pytest.param(
-            "cuda", torch.float32, torch.bfloat16, ROUNDED, marks=[pytest.mark.gpu, needs_gpu]
-        ),
+        pytest.param("cuda", torch.float32, torch.bfloat16, ROUNDED, marks=needs_gpu),
     ],
 )
 def test_varlen_and_its_gradient_equal_a_call_for_each_sample(
@@ -336,7 +330,7 @@ class NoWaits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("loss", "way"), [*zip(LOSS_OPTIONS, WAYS, strict=False)])
+@pytest.mark.parametrize("loss, way", [*zip(LOSS_OPTIONS, WAYS, strict=False)])
 def test_forward_and_backward_of_a_microbatch_wait_for_nothing(
     make_trainer, monkeypatch, loss, way
 ):

@@ -6,7 +6,6 @@ import re
 import sys
 import tokenize
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 
@@ -54,7 +53,12 @@ ROOMS = ("envs", "inference", "report", "sync")
 LEAVES = ("cluster", "distill", "replay", "sft", "tiny", "view")
 
 
-def modules() -> dict[str, Path]:
+def room_of(name):
+    """The first part of a module's name."""
+    return name.split(".")[0]
+
+
+def modules():
     """The package's modules by their names without `verifiers_rl.`; a folder by its own."""
     found = {}
     for path in PACKAGE.rglob("*.py"):
@@ -63,7 +67,7 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imports(path: Path, at_once: bool = False) -> set[str]:
+def imports(path, at_once=False):
     """What a module imports at any time, each as module or module.name; not for types alone.
 
     With `at_once`, what it imports when it is imported: not inside functions.
@@ -83,12 +87,12 @@ def imports(path: Path, at_once: bool = False) -> set[str]:
     return found
 
 
-def offers(room: str) -> dict[str, str]:
+def offers(room):
     """The names that a room loads on first use, and their modules in it."""
     return getattr(import_module(f"verifiers_rl.{room}".rstrip(".")), "HOME", {})
 
 
-def import_graph() -> dict[str, set[str]]:
+def import_graph():
     """The package's modules, and those of them that each imports."""
     known, graph = modules(), {}
     for module, path in known.items():
@@ -107,7 +111,7 @@ def import_graph() -> dict[str, set[str]]:
     return graph
 
 
-def reached(graph: dict[str, set[str]], start: str) -> set[str]:
+def reached(graph, start):
     found, new = set(), {start}
     while new:
         found |= new
@@ -125,15 +129,15 @@ def test_no_module_imports_itself_through_others():
 def test_arrows_point_down():
     graph = import_graph()
     for module, imported in graph.items():
-        room = module.split(".")[0]
-        rooms = {one.split(".")[0] for one in imported}
+        room = room_of(module)
+        rooms = {*map(room_of, imported)}
         if room not in ("cli", "", "wiring", *LEAVES):
             assert "cli" not in rooms, module
         if room in (*ROOMS, *PURE, "process", "config"):
             assert not rooms & {"trainer", "orchestrator", "wiring"}, module
         if room in PURE:
             assert rooms <= {*PURE}, module
-            assert {name.split(".")[0] for name in imports(modules()[module])} <= {
+            assert {*map(room_of, imports(modules()[module]))} <= {
                 "torch", "verifiers_rl", "__future__", "collections", "contextlib", "dataclasses",
                 "functools", "heapq", "inspect", "math", "typing", "numpy", "asyncio", "bisect",
                 "reprlib",
@@ -144,8 +148,8 @@ def test_a_leaf_can_be_deleted():
     # With its tests: nothing imports it but an entry point that runs it, when it does.
     graph, known = import_graph(), modules()
     for module, imported in graph.items():
-        room = module.split(".")[0]
-        for leaf in {one.split(".")[0] for one in imported} & {*LEAVES} - {room}:
+        room = room_of(module)
+        for leaf in {*map(room_of, imported)} & {*LEAVES} - {room}:
             assert room == "cli", (module, leaf)
             names = imports(known[module], at_once=True)
             assert not any(name.startswith(f"verifiers_rl.{leaf}") for name in names), module
@@ -182,7 +186,7 @@ for leaf in leaves:
 
 
 def test_without_leaves_the_rest_can_be_imported():
-    roots = {m: {n.split(".")[0] for n in imports(path)} for m, path in modules().items()}
+    roots = {m: {*map(room_of, imports(path))} for m, path in modules().items()}
     # Of another Python, or of the start of one.
     elsewhere = {"envs.classic", "inference.startup.sitecustomize"}
     own = [module for module in roots if "vllm" not in roots[module]]
@@ -197,7 +201,7 @@ LEARNS = (
 
 
 @pytest.mark.parametrize(
-    ("leaf", "words", "toml", "said"),
+    "leaf, words, toml, said",
     [
         ("view", "view runs", "", "vf-rl view needs verifiers_rl.view"),
         ("sft", "generate", "", "vf-rl generate needs verifiers_rl.sft"),
@@ -212,7 +216,7 @@ LEARNS = (
     ],
 )
 def test_the_launcher_says_which_leaf_is_missing(
-    leaf, words, toml, said, tmp_path, monkeypatch, run_main
+    leaf, words, toml, said, tmp_path, monkeypatch, run_main, unknown_models
 ):
     from verifiers_rl.cli import rl
 
@@ -220,7 +224,6 @@ def test_the_launcher_says_which_leaf_is_missing(
         if f"{name}.".startswith(f"verifiers_rl.{leaf}."):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, f"verifiers_rl.{leaf}", None)
-    monkeypatch.setattr("verifiers_rl.cli.config.model_error", lambda name: None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rl.toml").write_text(f'model = "m"\n{toml}')
     status, _, error = run_main(rl.main, *words.split())
@@ -231,7 +234,7 @@ def test_rooms_know_of_each_other_what_their_init_offers():
     # But what runs inside vLLM's processes, which must not load the rest of a room.
     for_workers = ("sync.plan", "sync.nccl", "sync.shared_buffers")
     for module, path in modules().items():
-        room = module.split(".")[0]
+        room = room_of(module)
         for name in imports(path):
             to = name.removeprefix("verifiers_rl.").split(".")
             is_other = name.startswith("verifiers_rl.") and to[0] in ROOMS and to[0] != room
@@ -241,8 +244,8 @@ def test_rooms_know_of_each_other_what_their_init_offers():
 
 def test_only_one_room_knows_vllm_and_one_verifiers():
     for module, path in modules().items():
-        room, names = module.split(".")[0], imports(path)
-        roots = {name.split(".")[0] for name in names}
+        room, names = room_of(module), imports(path)
+        roots = {*map(room_of, names)}
         assert "vllm" not in roots or room == "inference", module
         assert "verifiers" not in roots or room == "envs", module
         if module != "envs.classic":
@@ -253,9 +256,9 @@ def test_only_one_room_knows_vllm_and_one_verifiers():
 def test_a_worker_of_vllm_loads_only_what_receives_weights():
     graph, known = import_graph(), modules()
     inside = reached(graph, "inference.worker") | reached(graph, "inference.plugin")
-    assert {module.split(".")[0] for module in inside} <= {"inference", "sync", "process"}
+    assert {*map(room_of, inside)} <= {"inference", "sync", "process"}
     for module in inside:
-        roots = {name.split(".")[0] for name in imports(known[module])}
+        roots = {*map(room_of, imports(known[module]))}
         assert not roots & {"transformers", "verifiers", "peft", "accelerate", "httpx"}, module
         assert not any("fsdp" in name for name in imports(known[module])), module
 
@@ -286,7 +289,7 @@ FREE = {
 }
 
 
-def code_tokens(path: Path) -> int:
+def code_tokens(path):
     """Tokens of a module without comments, docstrings and line breaks, so joining lines does not
     make it smaller.
     """
@@ -303,7 +306,7 @@ def code_tokens(path: Path) -> int:
     return sum(token.type not in FREE and token.start not in docstrings for token in tokens)
 
 
-def reached_with_packages(start: str) -> set[str]:
+def reached_with_packages(start):
     """The modules that one loads, at any time, with the `__init__` of each room on the way."""
     known, graph = modules(), {}
     for module, path in known.items():
@@ -314,24 +317,24 @@ def reached_with_packages(start: str) -> set[str]:
     return reached(graph, start)
 
 
-def places_that_change_libraries(path: Path) -> list[str]:
+def places_that_change_libraries(path):
     """Statements that set an attribute of what a module imports from elsewhere."""
     tree = ast.parse(path.read_text())
-    foreign: set[str] = set()
+    foreign = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             module = getattr(node, "module", None) or node.names[0].name
-            if module.split(".")[0] not in ("verifiers_rl", "__future__"):
+            if room_of(module) not in ("verifiers_rl", "__future__"):
                 foreign |= {(a.asname or a.name).split(".")[0] for a in node.names}
 
-    def root(node: ast.expr) -> str:
+    def root(node):
         while isinstance(node, ast.Attribute):
             node = node.value
         return node.id if isinstance(node, ast.Name) else ""
 
     found = []
     for node in ast.walk(tree):
-        targets: list[ast.expr] = []
+        targets = []
         if isinstance(node, ast.Assign | ast.Delete):
             targets = node.targets
         elif isinstance(node, ast.AugAssign | ast.AnnAssign):

@@ -5,7 +5,7 @@ import torch
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM
 
-from tests.helpers import make_tiny_model, run_script
+from tests.helpers import make_tiny_model, run_script, skip_without_deepspeed, write_model
 from verifiers_rl.report.run_folder import read_metrics
 
 SCRIPT = """
@@ -80,24 +80,23 @@ run("interrupted", resume=True)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fsdp2", "zero2", "zero3"])
 def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(tmp_path, kind):
-    if kind.startswith("zero"):
-        pytest.importorskip("deepspeed", reason="the deepspeed extra is not installed")
-    make_tiny_model().save_pretrained(tmp_path / "base")
-    said = run_script(tmp_path, SCRIPT, str(tmp_path), kind)
+    skip_without_deepspeed(kind)
+    write_model(tmp_path / "base")
+    said = run_script(tmp_path, SCRIPT, tmp_path, kind)
     ended = [(tmp_path / f"interrupted-{rank}-False").read_text() for rank in (0, 1)]
     assert ended[0].startswith("status 143") and ended[1] == ended[0]
     begun = int(ended[0].split()[-1])
     rows = read_metrics(tmp_path / "straight")
     assert 1 <= begun <= 2 < rows[2]["num_microbatches"]  # not the whole step
     folder = tmp_path / "interrupted"
-    assert (folder / "checkpoint-2" / "rl_state.json").is_file()
+    assert (folder / "checkpoint-2/rl_state.json").is_file()
     assert "the run ends at step 2; the newest checkpoint is" in said
     for row, wanted in zip(read_metrics(folder), rows, strict=True):
         assert row.keys() == wanted.keys()
         for name in wanted.keys() & {"step", "loss", "entropy", "grad_norm", "eval_reward"}:
             assert row[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-6)
     ids = torch.arange(6)[None]
-    folders = tmp_path / "straight" / "merged", folder / "merged"
+    folders = tmp_path / "straight/merged", folder / "merged"
     merged = [AutoModelForCausalLM.from_pretrained(path) for path in folders]
     logits = [model(input_ids=ids).logits for model in merged]
     if (folder / "adapter_config.json").is_file():  # FSDP2 saves none by default

@@ -51,7 +51,7 @@ def test_what_travels_is_a_toml_and_the_modules_beside_it(tmp_path, capsys):
     assert "not sent to the machines of the cluster: Left out" in capsys.readouterr().out
     data = tomllib.loads((target / "config.toml").read_text())
     assert data["import_from"] == ["./code0"] and "cluster" not in data
-    assert data["model"] == str(source / "model")
+    assert data["model"] == f"{source}/model"
     wanted = {"max_steps": 7, "batch_size": 24, "output_dir": f"{tmp_path}/run"}
     assert wanted.items() <= data["trainer"]["args"].items()
 
@@ -81,8 +81,7 @@ def machines_of(tmp_path, monkeypatch):
     def machines_of(text, num_machines=1):
         config = load_run_config(read_toml(tmp_path, text))
         plans = plan_servers(config)
-        found = ray_engine.RayMachines(ray, config, plans, num_machines)
-        return found, plans, groups
+        return ray_engine.RayMachines(ray, config, plans, num_machines), plans, groups
 
     return machines_of
 
@@ -181,7 +180,7 @@ def ray_folder():
     variables["RAY_TMPDIR"] = folder
     apart = ["sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', folder]
     try:
-        yield folder, {**os.environ, **variables}, apart
+        yield folder, os.environ | variables, apart
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -227,8 +226,8 @@ def test_ray_places_a_run_and_places_a_replica_again_whose_machine_is_lost(tmp_p
     text += "[inference]\ngpus = 0\n[trainer]\ngpus = 0\n[trainer.args]\n"
     path = read_toml(tmp_path / "code", f'{text}output_dir = "{tmp_path}/run"\n', env)
     with machines(3) as found, ray_cluster(found) as environment:
-        command = [*found[0].words, sys.executable, "-c", DRIVER, str(tmp_path / "end"), "0"]
-        command += ["@", str(path), "--cluster.address", f"{found[0].address}:6379"]
+        command = [*found[0].words, sys.executable, "-c", DRIVER, f"{tmp_path}/end", "0"]
+        command += ["@", path, "--cluster.address", f"{found[0].address}:6379"]
         with Started(command, environment, tmp_path / "log") as run:
             run.wait_for(r"\(trainer.*\)\S* trains with 2 servers")
             places = dict(re.findall(r"vf-rl: (\S+) is on ([\d.]+)", run.said()))

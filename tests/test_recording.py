@@ -61,9 +61,9 @@ class GroupSource(StubSource):
         return super().end_evaluation()
 
 
-def counts(tmp_path):
+def counts(folder):
     """How many rollouts each step has trained on."""
-    rows = read_rollouts(tmp_path / "run")
+    rows = read_rollouts(folder)
     return np.bincount([row["step"] for row in rows if row["split"] == "train"]).tolist()
 
 
@@ -76,10 +76,10 @@ def make(make_trainer):
     return make
 
 
-def test_every_rollout_of_a_run_is_written_with_what_became_of_it(make, tmp_path):
-    make(max_steps=4, eval_strategy="steps", eval_steps=2, run_name="mine").train()
-    rollouts = read_rollouts(tmp_path / "run")
-    assert counts(tmp_path) == [0, 12, 12, 12, 12]
+def test_every_rollout_of_a_run_is_written_with_what_became_of_it(make, folder):
+    make(max_steps=4, eval_steps=2, run_name="mine").train()
+    rollouts = read_rollouts(folder)
+    assert counts(folder) == [0, 12, 12, 12, 12]
     evaluated = [row for row in rollouts if row["split"] == "eval"]
     assert [(row["step"], row["example"], row["group"]) for row in evaluated] == [
         (2, 0, 0), (2, 1, 1), (4, 0, 0), (4, 1, 1),
@@ -98,26 +98,26 @@ def test_every_rollout_of_a_run_is_written_with_what_became_of_it(make, tmp_path
     assert {name: good[name] for name in expected} == expected
     assert [message["content"] for message in good["messages"]] == ["q3", "a1"]
     assert np.isfinite(good["trainer_logprobs"]).tolist() == good["loss_mask"]
-    run = read_run(tmp_path / "run")
+    run = read_run(folder)
     expected = {"format": 2, "run_name": "mine", "status": "finished", "pid": os.getpid()}
     assert run.items() >= expected.items() and run["versions"]["torch"]
     assert run["args"]["max_steps"] == 4 and "loss" not in run["args"]
     assert run["begun_at"] <= run["ended_at"]
 
 
-def test_options_are_written_without_tokens_of_accounts(tmp_path):
+def test_options_are_written_without_tokens_of_accounts(folder):
     @dataclass
     class OwnConfig(RLConfig):
         judge_token: str = ""
 
-    args = OwnConfig(output_dir=str(tmp_path), max_steps=7, judge_token="secret")
+    args = OwnConfig(output_dir=folder, max_steps=7, judge_token="secret")
     written = describe_experiment(args)["args"]
     assert written["max_steps"] == 7 and "secret" not in str(written)
 
 
-def test_nothing_is_written_if_nothing_is_wanted(make, tmp_path, capsys):
+def test_nothing_is_written_if_nothing_is_wanted(make, folder, capsys):
     make(max_steps=2, log_rollouts=0, disable_tqdm=False).train()
-    assert not (tmp_path / "run/rollouts").exists() and "│" not in capsys.readouterr().out
+    assert not (folder / "rollouts").exists() and "│" not in capsys.readouterr().out
 
 
 COMMANDS = "\x1b]0;title\x07\x1b[2J\x9b2J\r\b"  # title, clear, clear, to the front, one back
@@ -150,7 +150,7 @@ def test_no_text_of_a_model_ends_a_run_or_commands_the_terminal(monkeypatch, enc
 
 @pytest.mark.parametrize("disable_tqdm", [False, True])
 def test_a_terminal_that_is_gone_does_not_end_a_run(
-    make, tmp_path, monkeypatch, caplog, disable_tqdm
+    make, folder, monkeypatch, caplog, disable_tqdm
 ):
     class Gone(io.StringIO):
         def write(self, text):
@@ -159,7 +159,7 @@ def test_a_terminal_that_is_gone_does_not_end_a_run(
     trainer = make(max_steps=2, disable_tqdm=disable_tqdm)
     monkeypatch.setattr(sys, "stdout", Gone())
     trainer.train()
-    assert read_run(tmp_path / "run")["status"] == "finished"
+    assert read_run(folder)["status"] == "finished"
     assert "a table of rollouts cannot be shown: " in caplog.text
     assert "broken pipe" in caplog.text.lower()
 
@@ -169,21 +169,19 @@ def test_a_terminal_that_is_gone_does_not_end_a_run(
     (RolloutError("all failed"), "failed", "eval"),
     (KeyboardInterrupt(), "interrupted", None),
 ])  # fmt: skip
-def test_the_file_of_a_run_says_how_it_ended(make, tmp_path, error, status, split):
+def test_the_file_of_a_run_says_how_it_ended(make, folder, error, status, split):
     if split:  # before the run ends
         error.groups, error.split = [make_group(1, 2, 1, ValueError("bad tool"))], split
     with pytest.raises(type(error)):
         make(breaking(GroupSource(), "get", error)).train()
-    assert read_run(tmp_path / "run")["status"] == status
-    found = [row for row in read_rollouts(tmp_path / "run") if not row["in_loss"]] if split else []
+    assert read_run(folder)["status"] == status
+    found = [row for row in read_rollouts(folder) if not row["in_loss"]] if split else []
     expected = [("ValueError: bad tool", split, int(split == "train"))] * bool(split)
     assert [(row["error"], row["split"], row["step"]) for row in found] == expected
 
 
 @pytest.mark.parametrize("first", [ValueError("the environment broke"), None])
-def test_a_full_disk_ends_a_run_and_does_not_hide_its_error(
-    make, tmp_path, monkeypatch, caplog, first
-):
+def test_a_full_disk_ends_a_run_and_does_not_hide_its_error(make, monkeypatch, caplog, first):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
@@ -204,7 +202,7 @@ def test_a_full_disk_ends_a_run_and_does_not_hide_its_error(
 
 
 def test_a_step_goes_on_while_its_rollouts_are_written_and_a_disk_that_hangs_ends_the_run(
-    make, tmp_path, monkeypatch
+    make, folder, monkeypatch
 ):
     began, go_on, real = threading.Event(), threading.Event(), RolloutWriter.append
 
@@ -215,14 +213,14 @@ def test_a_step_goes_on_while_its_rollouts_are_written_and_a_disk_that_hangs_end
 
     def look(state):
         if state.global_step == 1:  # the first step's rollouts are not written, and it ran on
-            assert began.wait(60) and not [*tmp_path.glob("run/rollouts/*")]
+            assert began.wait(60) and not [*folder.glob("rollouts/*")]
             go_on.set()
 
     monkeypatch.setattr(RolloutWriter, "append", slow)
     trainer = make(max_steps=2)
     trainer.add_callback(on("on_step_begin", look))
     trainer.train()
-    assert counts(tmp_path) == [0, 12, 12]
+    assert counts(folder) == [0, 12, 12]
 
     go_on.clear()
     monkeypatch.setattr("verifiers_rl.report.recording.WRITE_S", 0.1)
@@ -231,7 +229,9 @@ def test_a_step_goes_on_while_its_rollouts_are_written_and_a_disk_that_hangs_end
     go_on.set()
 
 
-def test_a_resumed_run_says_and_records_what_was_changed(make, tmp_path, monkeypatch, caplog):
+def test_a_resumed_run_says_and_records_what_was_changed(
+    make, folder, tmp_path, monkeypatch, caplog
+):
     def git(*words):
         subprocess.run(["git", "-c", "user.name=n", "-c", "user.email=e", *words], cwd=tmp_path,
                        check=True, capture_output=True)  # fmt: skip
@@ -239,9 +239,9 @@ def test_a_resumed_run_says_and_records_what_was_changed(make, tmp_path, monkeyp
     monkeypatch.setattr("sys.path", [str(tmp_path), *sys.path])
     (tmp_path / "notes.txt").write_text("one\n")
     git("init", "-q"), git("add", "notes.txt"), git("commit", "-qm", "first")
-    options = {"save_strategy": "steps", "save_steps": 1}
+    options = {"save_steps": 1}
     make(max_steps=1, **options).train()
-    before = read_run(tmp_path / "run")
+    before = read_run(folder)
     digest, commit = before["code"]["git"]
     assert digest == hashlib.sha256(commit.encode()).hexdigest()
     (tmp_path / "notes.txt").write_text("two\napi_key = '0123-the-key'\n")
@@ -259,7 +259,7 @@ def test_a_resumed_run_says_and_records_what_was_changed(make, tmp_path, monkeyp
     assert [text.split(":")[0] for text in said] == ["learning_rate=0.5", "adam_beta2=0.95"]
     (group, *_) = trainer.optimizer.param_groups
     assert group["initial_lr"] == 1e-2 and group["betas"][1] == 0.999
-    after = read_run(tmp_path / "run")
+    after = read_run(folder)
     assert after["begun_at"] == before["begun_at"]
     changes = {change.pop("name"): change for change in after["changes"]}
     assert changes.keys() == {"max_steps", "temperature", "git", "model"}
@@ -278,21 +278,21 @@ def test_wandb_gets_the_project(monkeypatch):
         assert os.environ["WANDB_PROJECT"] == project
 
 
-def test_a_resumed_run_has_each_rollout_once(make, tmp_path):
-    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+def test_a_resumed_run_has_each_rollout_once(make, folder):
+    options = {"max_steps": 4, "save_steps": 2}
     make(**options).train()
-    begun_at = read_run(tmp_path / "run")["begun_at"]
-    make(**options).train(resume_from_checkpoint=f"{tmp_path}/run/checkpoint-2")
-    assert counts(tmp_path) == [0, 12, 12, 12, 12]
-    assert read_run(tmp_path / "run")["begun_at"] == begun_at
+    begun_at = read_run(folder)["begun_at"]
+    make(**options).train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    assert counts(folder) == [0, 12, 12, 12, 12]
+    assert read_run(folder)["begun_at"] == begun_at
     make(overwrite_output_dir=True, max_steps=1).train()
-    assert counts(tmp_path) == [0, 12]
+    assert counts(folder) == [0, 12]
 
 
-def test_a_checkpoint_waits_for_the_rollouts_of_its_steps(make, tmp_path):
+def test_a_checkpoint_waits_for_the_rollouts_of_its_steps(make, folder):
     seen = []
-    trainer = make(max_steps=4, save_strategy="steps", save_steps=2)
-    look = on("on_save", lambda state: seen.append(len(read_rollouts(tmp_path / "run"))))
+    trainer = make(max_steps=4, save_steps=2)
+    look = on("on_save", lambda state: seen.append(len(read_rollouts(folder))))
     trainer.add_callback(look)  # behind our own
     trainer.train()
     assert seen == [24, 48]

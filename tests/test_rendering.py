@@ -5,14 +5,14 @@ from unittest.mock import Mock
 
 import pytest
 
-from tests.helpers import load_example
+from tests.helpers import make_tokenizer
 from verifiers_rl.envs.rendering import Renderer
 
 
 @pytest.fixture
 def tokenizer():
     """One that counts how often it renders."""
-    render = load_example("warm_start").make_tokenizer().apply_chat_template
+    render = make_tokenizer().apply_chat_template
     return SimpleNamespace(apply_chat_template=Mock(wraps=render), render=render)
 
 
@@ -25,8 +25,9 @@ def test_equal_conversations_are_rendered_once_and_whatever_differs_anew(tokeniz
     ]  # fmt: skip
     for messages, is_prompt, template in requests * 2:
         found = renderer.render([dict(message) for message in messages], is_prompt, **template)
-        options = {"add_generation_prompt": is_prompt, "return_dict": False, **template}
-        assert found == tokenizer.render(messages, **options)
+        assert found == tokenizer.render(
+            messages, add_generation_prompt=is_prompt, return_dict=False, **template
+        )
         found.append(0)  # nobody else sees what one does to the tokens
     assert render.call_count == len(requests)
 
@@ -44,7 +45,7 @@ HUGE = '{"n": ' + 5000 * "9" + "}"  # which Python refuses to read
 
 @pytest.mark.parametrize("arguments", ['{"x": 4}', "null", HUGE, 100_000 * "["])
 def test_a_conversation_goes_on_after_a_tool_call_whose_arguments_are_no_object(arguments):
-    tokenizer = load_example("warm_start").make_tokenizer()
+    tokenizer = make_tokenizer()
     tokenizer.chat_template = OF_OBJECTS
     renderer, call = Renderer(tokenizer), {"name": "double", "arguments": arguments}
     question = {"role": "user", "content": "q"}

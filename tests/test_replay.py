@@ -1,6 +1,5 @@
 """`vf-rl replay`: what losses make of a step that a run has recorded."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -12,16 +11,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.helpers import StubSink, load_example, make_tiny_model, on
+from tests.conftest import options_of_tiny_run
+from tests.helpers import StubSink, make_tiny_model, on, values_in, write_model
 from tests.reference import reference_policy
 from tests.test_recording import GroupSource
-from verifiers_rl import RLConfig, RLTrainer, losses
+from verifiers_rl import LossOutputs, RLConfig, RLTrainer, losses
 from verifiers_rl.advantages import center_on_group_mean, of_rewards
 from verifiers_rl.cli import rl
 from verifiers_rl.cli.replay import main, shares_of, table_of
-from verifiers_rl.losses import LossOutputs
 from verifiers_rl.replay import Outcome, replay
-from verifiers_rl.report.run_folder import read_metrics
+from verifiers_rl.report.run_folder import read_metrics, write_run
 
 STEPS = 3
 
@@ -57,17 +56,12 @@ def named(*functions):
 
 def train(folder, **options):
     """The folder of a run, and the gradient of each step as the optimizer got it."""
-    model = folder / "model"
-    make_tiny_model().save_pretrained(model)
-    load_example("warm_start").make_tokenizer().save_pretrained(model)
-    defaults = {"use_cpu": True, "use_lora": False, "max_grad_norm": 0.0, "save_steps": 1}
-    defaults |= {"batch_size": 12, "max_seq_len": 32, "log_rollouts": 1.0, "disable_tqdm": True}
-    defaults |= {"micro_batch_size": 2, "max_steps": STEPS, "learning_rate": 1e-2}
-    args = RLConfig(
-        output_dir=str(folder / "run"), rollouts_per_example=4, **{**defaults, **options}
-    )
-    parts = {"orchestrator": GroupSource(), "weight_sync": StubSink()}
-    trainer, gradients = RLTrainer(str(model), None, args, **parts), []
+    model = write_model(folder / "model")
+    options |= {"max_grad_norm": 0.0, "save_steps": 1, "batch_size": 12, "micro_batch_size": 2}
+    options |= {"rollouts_per_example": 4, "log_rollouts": 1.0, "max_steps": STEPS}
+    args = RLConfig(**options_of_tiny_run(folder / "run", **options))
+    trainer = RLTrainer(model, None, args, orchestrator=GroupSource(), weight_sync=StubSink())
+    gradients = []
 
     def keep(state):
         grads = [p.grad.flatten() for p in trainer.model.parameters() if p.requires_grad]
@@ -91,7 +85,7 @@ def copied(run, tmp_path):
 
 def check_as_trained(folder, gradients):
     files = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    logged = [row["loss"] for row in read_metrics(folder) if "loss" in row]
+    logged = values_in(read_metrics(folder), "loss")
     for step in (1, STEPS):
         (outcome,) = replay(folder, step).values()
         torch.testing.assert_close(outcome.gradient, gradients[step - 1], rtol=1e-4, atol=1e-7)
@@ -107,8 +101,9 @@ def test_the_gradient_is_that_of_the_run(run):
 
 
 def test_the_gradient_of_an_adapter_is_that_of_the_run(tmp_path):
-    lora = {"use_lora": True, "lora_rank": 2, "lora_dropout": 0.1, "kl_beta": 0.1}
-    check_as_trained(*train(tmp_path, kl_target=1e-3, **lora))
+    check_as_trained(
+        *train(tmp_path, kl_target=1e-3, use_lora=True, lora_rank=2, lora_dropout=0.1, kl_beta=0.1)
+    )
 
 
 def test_the_step_of_the_optimizer_is_that_of_the_run(run):
@@ -219,13 +214,11 @@ def without_a_checkpoint(folder):
 
 
 def with_another_model(folder):
-    make_tiny_model(seed=1).save_pretrained(folder / "other")
-    load_example("warm_start").make_tokenizer().save_pretrained(folder / "other")
-    run = json.loads((folder / "run.json").read_text())
-    (folder / "run.json").write_text(json.dumps(run | {"model": str(folder / "other")}))
+    other = write_model(folder / "other", make_tiny_model(seed=1))
+    write_run(folder, {"model": other})
 
 
-@pytest.mark.parametrize(("change", "words", "said"), [
+@pytest.mark.parametrize("change, words, said", [
     (None, "--step 9", "--step 9: no rollout in RUN/rollouts was in its loss; its last file"),
     (without_tokens, "--step 2", "lacks the tokens of some groups; a run with log_rollouts=1"),
     (without_a_checkpoint, "--step 2", "--step 2: it starts from RUN/checkpoint-1, and the run's"),

@@ -9,6 +9,7 @@ from verifiers_rl.cli import rl
 from verifiers_rl.cli.config import load_run_config
 from verifiers_rl.cli.resolved import RESOLVED, resolved_text, write_resolved
 
+load = partial(load_run_config, checks_model=False)
 FIRST = """
 model = "./model"
 env_file = "secrets.env"
@@ -56,13 +57,13 @@ def test_a_dry_run_prints_what_would_run_without_secrets_and_starts_nothing(
     status, printed, said = run(*FILES, "--trainer.args.run_name", '"42"', "--env.1.weight=2")
     assert status == 0, said
     assert "nothing was started" in said and not started
-    assert not (tmp_path / "here" / "outputs").exists()
+    assert not (tmp_path / "here/outputs").exists()
     files, data = tmp_path / "files", tomllib.loads(printed)
-    assert data["model"] == str(files / "model")
-    assert data["env_file"] == [str(files / "secrets.env")]
-    assert data["import_from"] == [str(files), str(files / "code")]
+    assert data["model"] == f"{files}/model"
+    assert data["env_file"] == [f"{files}/secrets.env"]
+    assert data["import_from"] == [str(files), f"{files}/code"]
     expected = {"max_steps": 7, "temperature": 0.9, "run_name": "42"}
-    expected["output_dir"] = str(tmp_path / "here" / "outputs" / "42")
+    expected["output_dir"] = f"{tmp_path}/here/outputs/42"
     assert data["trainer"]["args"].items() >= expected.items()
     assert data["env"][1]["weight"] == 2 and data["trainer"]["gpus"] == 2
     # What is left out is said.
@@ -73,7 +74,7 @@ def test_a_dry_run_prints_what_would_run_without_secrets_and_starts_nothing(
     written = tmp_path / "here" / RESOLVED
     written.write_text(printed)
     monkeypatch.chdir("/")
-    status, repeated, _ = run("@", str(written))
+    status, repeated, _ = run("@", written)
     again = tomllib.loads(repeated)
     assert again.pop("import_from") == [str(written.parent), *data.pop("import_from")]
     assert again == data
@@ -82,7 +83,7 @@ def test_a_dry_run_prints_what_would_run_without_secrets_and_starts_nothing(
 def test_paths_that_are_relative_to_where_the_run_starts_are_absolute_in_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "models" / "m").mkdir(parents=True)
+    (tmp_path / "models/m").mkdir(parents=True)
     (tmp_path / "file").write_text("")
     config = tmp_path / "config.toml"
     for model in ("models/m", "~/models/m"):
@@ -90,8 +91,8 @@ def test_paths_that_are_relative_to_where_the_run_starts_are_absolute_in_it(tmp_
             f'model = "{model}"\n[env]\nid = "e"\n[inference.args]\nchat_template = "file"\n'
             '[trainer.args]\ndeepspeed = "file"\nresume_from_checkpoint = "file"\n'
         )
-        read, folder = load_run_config(config, checks_model=False), f"{tmp_path}/runs/a"
-        data, file = tomllib.loads(resolved_text(read, folder)), str(tmp_path / "file")
+        folder, file = f"{tmp_path}/runs/a", f"{tmp_path}/file"
+        data = tomllib.loads(resolved_text(load(config), folder))
         assert data["model"] == f"{tmp_path}/models/m"
         assert data["inference"]["args"] == {"chat_template": file}
         expected = {"deepspeed": file, "resume_from_checkpoint": file}
@@ -103,15 +104,15 @@ def test_processes_of_a_run_read_it_unless_secrets_are_left_out_in_it(tmp_path):
     head = 'model = "m"\n[env]\nid = "e"\n[env.args]\nlevel = 3\n'
     for secret, file in (("", folder / RESOLVED), ('api_key = "of-a-judge"\n', config)):
         config.write_text(head + secret)
-        read = load_run_config(config, ["--trainer.args.max_steps=7"], checks_model=False)
+        read = load(config, ["--trainer.args.max_steps=7"])
         write_resolved(read, str(folder))
         assert read.layers.words[:2] == ["@", str(file)]
-        again = load_run_config(folder / RESOLVED, checks_model=False)
+        again = load(folder / RESOLVED)
         assert again.envs[0].args == {"level": 3} and again.trainer.args["max_steps"] == 7
     # A table that the command line takes back is not there.
-    taken_back = load_run_config(config, ["--trainer=none"], checks_model=False)
+    taken_back = load(config, ["--trainer=none"])
     assert "teacher" not in resolved_text(taken_back, str(folder))
     # It stays as it is where it alone was read.
     (folder / RESOLVED).write_text(head)
-    write_resolved(load_run_config(folder / RESOLVED, checks_model=False), str(folder))
+    write_resolved(load(folder / RESOLVED), str(folder))
     assert (folder / RESOLVED).read_text() == head

@@ -1,15 +1,13 @@
 """The trainer's routers use given experts, and their gradients are those of their own scores."""
 
 import copy
-import io
-from base64 import b64encode
 
 import numpy as np
 import pytest
 import torch
 import transformers
 
-from tests.helpers import make_tiny_model, make_tiny_moe, sent
+from tests.helpers import in_base64, make_tiny_model, make_tiny_moe, sent
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.inference.packed_tokens import unpack_experts
 from verifiers_rl.models import check_policy, load_policy
@@ -141,15 +139,11 @@ def test_experts_stand_in_rows_with_shared_prefixes_where_their_tokens_do():
 
 
 def test_experts_of_a_reply_come_as_a_file_of_numpy_and_no_other_object():
-    def packed(array):
-        np.save(file := io.BytesIO(), array)
-        return b64encode(file.getvalue()).decode()
-
     experts = np.arange(12, dtype=np.uint16).reshape(3, 2, 2)
-    unpacked = unpack_experts(packed(experts))
+    unpacked = unpack_experts(in_base64(experts))
     assert unpacked.tolist() == experts.tolist() and unpacked.dtype == np.int16
     with pytest.raises(ValueError, match="Object arrays cannot be loaded"):
-        unpack_experts(packed(np.array([{}], object)))
+        unpack_experts(in_base64(np.array([{}], object)))
 
 
 def test_what_cannot_replay_is_refused_at_the_start():

@@ -1,14 +1,12 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from contextlib import nullcontext
-from subprocess import PIPE
 from types import SimpleNamespace
 
 import pytest
 
+from tests.helpers import names_of, running_python
 from verifiers_rl.report.run_folder import (
     RunFolderError,
     clear_run_folder,
@@ -77,12 +75,10 @@ def test_a_folder_with_a_run_is_refused_unless_it_is_resumed_or_overwritten(writ
 def test_one_process_at_a_time_trains_in_a_folder(tmp_path):
     program = "import sys; from pathlib import Path; from verifiers_rl.report import run_folder; "
     program += "run_folder.keep_others_out(Path(sys.argv[1])); print(1, flush=True); input()"
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE) as other:
-        assert other.stdout.readline() == b"1\n"
+    with running_python("-c", program, tmp_path) as other:
+        assert other.stdout.readline() == "1\n"
         with pytest.raises(RunFolderError, match="another process trains in it"):
             keep_others_out(tmp_path)
-        other.kill()
     for _ in range(2):  # a second run of one script
         keep_others_out(tmp_path)
 
@@ -107,7 +103,7 @@ def test_a_checkpoint_that_is_none_is_refused(tmp_path):
     with pytest.raises(RunFolderError, match=r"run' holds no check.*or anew with --overw"):
         prepare(folder, resume=True)
     with pytest.raises(RunFolderError, match=r"t-20': no checkpoint is.*run' is none"):
-        prepare(folder, resume=str(folder / "checkpoint-20"))
+        prepare(folder, resume=f"{folder}/checkpoint-20")
     for name in ("x" * 300, "a\0b", "~nobody-of-this-name/a"):  # no file can have one of these
         with pytest.raises(RunFolderError, match=r"cannot resume from .*: no checkpoint is"):
             prepare(folder, resume=name)
@@ -147,7 +143,7 @@ def test_overwriting_removes_the_run_and_nothing_else(tmp_path):
     (folder / "merged").mkdir()
     write_run(folder, {"save_final": "merged"})
     clear_run_folder(folder)
-    assert sorted(path.name for path in folder.iterdir()) == sorted(kept)
+    assert names_of(folder) == sorted(kept)
     assert (elsewhere / "adapter_model.safetensors").exists()
     assert prepare(folder) is None
     clear_run_folder(tmp_path / "none")
@@ -160,7 +156,7 @@ def test_overwriting_leaves_a_model_and_a_readme_that_no_run_wrote(tmp_path):
     (tmp_path / "merged").mkdir()
     write_run(tmp_path, {"status": "failed"})  # before it saved its own
     clear_run_folder(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names, "merged"])
+    assert names_of(tmp_path) == sorted([*names, "merged"])
 
 
 def test_a_run_ends_with_its_rewards_and_its_model(tmp_path):

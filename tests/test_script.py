@@ -3,7 +3,6 @@
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -12,7 +11,7 @@ from peft import LoraConfig
 
 import verifiers_rl
 from tests.conftest import free_port, processes_of
-from tests.helpers import ROOT, environment_with, make_tiny_model, run_python
+from tests.helpers import ROOT, run_python, running_python, write_model
 from tests.test_ending import NOISY_SERVER, read_until
 from verifiers_rl import RLConfig
 from verifiers_rl.cli import plan, rl
@@ -28,7 +27,7 @@ def asked(tmp_path):
     """The configuration of what a trainer with this adapter and these options asks for."""
 
     def asked(adapter=None, model="org/model", **options):
-        args = RLConfig(**{"output_dir": str(tmp_path / "run"), **options})
+        args = RLConfig(**{"output_dir": f"{tmp_path}/run", **options})
         policy = SimpleNamespace(name_or_path=model)
         ask_for_server(tmp_path / "script.toml", policy, adapter, args)
         return load_run_config(tmp_path / "script.toml", checks_model=False)
@@ -40,7 +39,7 @@ LORA, FLOAT32 = {"enable_lora": True}, {"dtype": "float32"}
 
 
 @pytest.mark.parametrize(
-    ("adapter", "options", "flags"),
+    "adapter, options, flags",
     [
         # Of the adapter, not of the options.
         (LoraConfig(r=20), {"bf16": True, "lora_rank": 4}, {**LORA, "max_lora_rank": 32}),
@@ -59,7 +58,7 @@ def test_a_servers_flags_follow_from_what_the_script_trains(asked, adapter, opti
 
 
 @pytest.mark.parametrize(
-    ("model", "options", "problem"),
+    "model, options, problem",
     [
         ("org/model", {"vllm_servers": ["a:1"]}, r"vllm_servers=\['a:1'\]: vf-rl starts a server"),
         ("", {}, "model: vf-rl cannot start a server of a model without a name"),
@@ -124,23 +123,16 @@ while not os.path.exists(log) or "is up" not in open(log).read():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("has_server", "number"), [(False, signal.SIGTERM), (True, signal.SIGINT)])
+@pytest.mark.parametrize("has_server, number", [(False, signal.SIGTERM), (True, signal.SIGINT)])
 def test_a_signal_lets_the_script_save_and_ends_all(tmp_path, has_server, number):
-    make_tiny_model().save_pretrained(tmp_path / "model")
-    asks = ASKS.format(port=free_port(), model=tmp_path / "model") * has_server
+    asks = ASKS.format(port=free_port(), model=write_model(tmp_path / "model")) * has_server
     (tmp_path / "train.py").write_text(asks + SAVING_TRAINER)
     (temporary := tmp_path / "temporary").mkdir()
-    process = subprocess.Popen(
-        [sys.executable, "-u", "-c", VF_RL, "train.py"],
-        cwd=tmp_path,
-        env=environment_with(VF_RL_TEST=str(tmp_path), TMPDIR=str(temporary)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    read_until(process, "training")
-    process.send_signal(number)
-    output, error = process.communicate(timeout=60)
+    variables = {"VF_RL_TEST": tmp_path, "TMPDIR": temporary}
+    with running_python("-u", "-c", VF_RL, "train.py", folder=tmp_path, **variables) as process:
+        read_until(process, "training")
+        process.send_signal(number)
+        output, error = process.communicate(timeout=60)
     assert process.returncode == 128 + number and "Traceback" not in error
     assert output.splitlines()[-1] == "step 5 is saved"  # what servers print is in logs
     assert "nanobind" not in output
@@ -155,12 +147,12 @@ def test_the_script_of_the_readme_runs_as_it_stands_on_a_cpu(warm_start, tmp_pat
     """Word for word, but for its number of steps. The tiny model is there already."""
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[:1]
     assert "env_from(" in block and len(block.splitlines()) <= 25
-    shutil.copytree(warm_start, tmp_path / "outputs" / "tiny")
+    shutil.copytree(warm_start, tmp_path / "outputs/tiny")
     port = free_port()  # 8000 may be in use
     text = block.replace("max_steps=100", f"max_steps=8, vllm_server_port={port}")
     (tmp_path / "train.py").write_text(f"import sys\n{text}    sys.exit(5)\n")
     run_python(
-        "-m", "verifiers_rl.cli.rl", "train.py", folder=tmp_path, status=5, VF_RL_TEST=str(tmp_path)
+        "-m", "verifiers_rl.cli.rl", "train.py", folder=tmp_path, status=5, VF_RL_TEST=tmp_path
     )
     assert processes_of(tmp_path) == {}
     (metrics,) = tmp_path.glob("outputs/*/metrics.jsonl")
@@ -176,7 +168,7 @@ def test_the_script_of_the_readme_runs_as_it_stands_on_a_cpu(warm_start, tmp_pat
 def test_a_new_tiny_model_is_that_of_the_demo(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr("verifiers_rl.tiny.subprocess.run", lambda *call, **_: calls.extend(call))
-    folder = verifiers_rl.tiny_model(str(tmp_path / "new"))
+    folder = verifiers_rl.tiny_model(f"{tmp_path}/new")
     ((python, program, task, target),) = calls
     assert (python, target) == (sys.executable, folder) and program.is_file()
     assert "def demonstrations(" in task.read_text()

@@ -4,28 +4,23 @@ import pytest
 
 from tests.helpers import StubRunner, stub_servers
 from verifiers_rl import RLConfig
-from verifiers_rl.inference import RolloutSession, derive_seed
-from verifiers_rl.inference.client import InferenceServerError
+from verifiers_rl.inference import InferenceServerError, RolloutSession, derive_seed
 from verifiers_rl.wiring import make_pool
 
 
-class Recorder(StubRunner):
-    """Keeps the seeds of its groups, by their place."""
-
-    def __init__(self):
-        super().__init__()
-        self.seeds = {}
-
-    async def run_group(self, request):
+def seeds_of_places(runner):
+    """The seeds of a runner's groups, by their place."""
+    seeds = {}
+    for request in runner.seen:
         place = request.split, request.index, request.policy_version
-        self.seeds.setdefault(place, []).append(request.seed)
-        return await super().run_group(request)
+        seeds.setdefault(place, []).append(request.seed)
+    return seeds
 
 
 def test_each_group_of_a_run_has_a_seed_of_its_own_whatever_ran_before(make_orchestrator):
     def seeds_of(*steps, **options):
         """The seeds of the groups of these steps, which are policy versions too; and all seeds."""
-        runner = Recorder()
+        runner = StubRunner()
         options |= {"example_order": lambda positions, sizes: [p % 3 for p in positions]}
         orchestrator = make_orchestrator(runner, rollouts_per_example=2, **options)
         for step in steps:
@@ -33,7 +28,7 @@ def test_each_group_of_a_run_has_a_seed_of_its_own_whatever_ran_before(make_orch
             orchestrator.get()
         orchestrator.begin_evaluation(2, 1, "m", steps[-1])
         orchestrator.end_evaluation()
-        return runner.seeds, [seed for of_place in runner.seeds.values() for seed in of_place]
+        return seeds_of_places(runner), [request.seed for request in runner.seen]
 
     own = {"deterministic": True, "seed": 42}
     seeds, every = seeds_of(0, 1, 1, 2, **own)  # one step twice, as after a lost server
@@ -45,14 +40,14 @@ def test_each_group_of_a_run_has_a_seed_of_its_own_whatever_ran_before(make_orch
 
 
 def test_a_run_that_goes_on_in_its_process_has_the_seeds_that_it_had(make_orchestrator):
-    runner = Recorder()
+    runner = StubRunner()
     orchestrator = make_orchestrator(runner, deterministic=True)
     for _ in range(2):
         orchestrator.submit(0, "m", 0)
         orchestrator.get()
         orchestrator.stop()
         orchestrator.start()
-    assert all(first == again for first, again in runner.seeds.values())
+    assert all(first == again for first, again in seeds_of_places(runner).values())
 
 
 def test_each_request_of_a_rollout_has_a_seed_of_its_own():

@@ -9,8 +9,6 @@ import signal
 import socket
 import stat
 import struct
-import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -28,8 +26,8 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from tests.conftest import wait_until
-from tests.helpers import ROOT, push_body
-from tests.serving import in_thread, serving
+from tests.helpers import push_body, running_python
+from tests.serving import in_thread, serving, uvicorn_in_thread
 from verifiers_rl.inference import server as vf_vllm
 from verifiers_rl.inference.client import (
     TOKEN_VARIABLE,
@@ -133,21 +131,12 @@ def server_of(engine=None, **args):
     app.state.args = SimpleNamespace(**plain | args)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         keep_alive(listener)
-        thread = threading.Thread(target=server.run, args=([listener],))
-        thread.start()
-        client = InferenceClient("127.0.0.1", listener.getsockname()[1])
-        try:
-            yield client, server
-        finally:
-            server.should_exit = True
-            thread.join(10)
-            assert not thread.is_alive(), "a trainer that holds the server keeps it from ending"
+        with uvicorn_in_thread(server, listener, ends_within_s=10.0):
+            yield InferenceClient("127.0.0.1", listener.getsockname()[1]), server
 
 
-def answer_to(client, method, path, body=None, **headers):
-    return httpx.request(
-        method, client.base_url + path, json=body, headers=headers, trust_env=False
-    )
+def answer_to(client, method, path, **headers):
+    return httpx.request(method, client.base_url + path, headers=headers, trust_env=False)
 
 
 # --- Generation requests --------------------------------------------------------------------------
@@ -241,8 +230,7 @@ def test_what_vllms_reload_loses_is_named_and_gpt_oss_loses_nothing():
 def test_a_token_left_on_this_machine_is_shown_to_no_other(monkeypatch, tmp_path):
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = save_token(8000, "secret")
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(save_token(8000, "secret").stat().st_mode) == 0o600
     assert find_token("127.0.0.1", 8000) == find_token("localhost", 8000) == "secret"
     assert find_token("127.0.0.1", 8001) == ""
     assert find_token("gpu-box", 8000) == ""
@@ -256,7 +244,7 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch, tmp_path):
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     (tmp_path / "home").write_text("no folder")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HOME", f"{tmp_path}/home")
     assert find_token("127.0.0.1", 8000) == ""
     with pytest.raises(SystemExit, match="Set HOME or"):
         vf_vllm.make_token(8000)
@@ -648,11 +636,12 @@ def check_refused(client, monkeypatch, name):
 
 
 def test_a_second_trainer_is_refused_while_the_first_lives_or_connects_anew(monkeypatch):
-    with server_of() as (client, _):
-        command = [sys.executable, "-c", HOLDER, str(client.port), json.dumps(CONNECT)]
-        first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    with (
+        server_of() as (client, _),
+        running_python("-c", HOLDER, client.port, json.dumps(CONNECT)) as first,
+    ):
+        child = int(first.stdout.readline())
         try:
-            child = int(first.stdout.readline())
             check_refused(client, monkeypatch, "second")
             first.kill()  # and a process that it has forked lives on
             second, _ = connected(client, trainer="second")
@@ -662,9 +651,7 @@ def test_a_second_trainer_is_refused_while_the_first_lives_or_connects_anew(monk
             again.close()
             connected(client, trainer="third")[0].close()
         finally:
-            first.kill()
             os.kill(child, signal.SIGKILL)
-            first.communicate()
 
 
 def test_a_server_that_ends_is_not_kept_by_its_trainer():

@@ -16,21 +16,11 @@ NAMES = list(setup.examples())
 
 
 @pytest.fixture
-def run_setup(run_main):
-    """Runs vf-setup with these words. Returns its exit status and what it printed."""
-
-    def run_setup(*words):
-        status, stdout, stderr = run_main(setup.main, *words)
-        return status, stdout + stderr
-
-    return run_setup
-
-
-@pytest.fixture
-def make_workspace(tmp_path, run_setup):
+def make_workspace(tmp_path, run_main):
     def make(name):
-        status, said = run_setup(tmp_path / "work", "--example", name.replace("_", "-"))
-        assert status == 0, said
+        words = tmp_path / "work", "--example", name.replace("_", "-")
+        status, _, error = run_main(setup.main, *words)
+        assert status == 0, error
         return tmp_path / "work"
 
     return make
@@ -66,25 +56,25 @@ def test_a_workspace_holds_what_its_readme_says(name, make_workspace):
     ("reverse_text", ["evaluate", "train", "evaluate"], {"groups_per_batch": 8}),
     ("skeleton", ["evaluate", "train", "evaluate"], {}),
 ])  # fmt: skip
-def test_the_script_of_a_workspace_is_its_run(make_workspace, monkeypatch, name, calls, options):
+def test_the_script_of_a_workspace_is_its_run(
+    make_workspace, monkeypatch, unknown_models, name, calls, options
+):
     """With a stand-in for RLTrainer. The model would be made before."""
-    monkeypatch.setattr("verifiers_rl.cli.config.model_error", lambda name: None)
     monkeypatch.setenv("PYTHONPATH", "")
-    monkeypatch.setattr(sys, "path", [*sys.path])
     trainer, folder = create_autospec(verifiers_rl.RLTrainer), make_workspace(name)
     for module in (name, "my_env", "my_loss"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setattr(verifiers_rl, "RLTrainer", trainer, raising=False)
     monkeypatch.setattr(sys, "argv", ["train.py"])
-    runpy.run_path(str(folder / "train.py"), run_name="__main__")
+    runpy.run_path(f"{folder}/train.py", run_name="__main__")
     assert [name for name, *_ in trainer.return_value.method_calls] == calls
     made = trainer.call_args.kwargs
     assert {option: getattr(made["args"], option) for option in options} == options
     if name == "skeleton":
         assert made["loss_fn"].__module__ == "my_loss"
     else:
-        assert made["model"] == str(folder / "outputs" / "warm_start")
+        assert made["model"] == f"{folder}/outputs/warm_start"
 
 
 @pytest.mark.slow
@@ -97,9 +87,9 @@ def test_the_tests_of_the_skeleton_pass_as_they_are(make_workspace):
     assert re.search(r"\b1[0-9] passed", done.stdout), done.stdout
 
 
-def test_files_that_are_there_are_named_and_left(tmp_path, run_setup):
+def test_files_that_are_there_are_named_and_left(tmp_path, run_main):
     (tmp_path / "rl.toml").write_text("mine")
     (tmp_path / "accelerate").mkdir()
-    status, said = run_setup(tmp_path, "--example", "gsm8k")
-    assert status == 1 and "holds rl.toml, accelerate already; choose another folder" in said
+    status, _, error = run_main(setup.main, tmp_path, "--example", "gsm8k")
+    assert status == 1 and "holds rl.toml, accelerate already; choose another folder" in error
     assert (tmp_path / "rl.toml").read_text() == "mine" and len([*tmp_path.iterdir()]) == 2

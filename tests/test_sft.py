@@ -4,11 +4,19 @@ import json
 
 import numpy as np
 import pytest
-import torch
+from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from tests.conftest import OF_TINY_RUN
-from tests.helpers import load_example, make_tiny_llama, make_tiny_model, run_script
+from tests.conftest import options_of_tiny_run
+from tests.helpers import (
+    chat,
+    make_tiny_llama,
+    make_tiny_model,
+    make_tokenizer,
+    run_script,
+    values_in,
+    write_model,
+)
 from tests.reference import reference_policy
 from verifiers_rl import LossOutputs
 from verifiers_rl.config import ConfigError
@@ -19,25 +27,22 @@ from verifiers_rl.sft import SFTConfig, SFTTrainer
 from verifiers_rl.sft.trainer import DatasetSource, make_samples
 
 
-def conversations(num=12, longest=9):
+def conversations(num=12):
     """Rows of different lengths: some of one turn, some of two."""
     rows = []
     for i in range(num):
-        text = "abcdefghij"[i % 7 : i % 7 + 1 + i % longest]
+        text = "abcdefghij"[i % 7 : i % 7 + 1 + i % 9]
         said = [text, text[::-1], "?", "ok"][: 4 if i % 3 == 0 else 2]
-        roles = ("user", "assistant", "user", "assistant")
-        messages = [{"role": r, "content": t} for r, t in zip(roles, said, strict=False)]
-        rows.append({"messages": messages})
+        rows.append({"messages": chat(*said)})
     return rows
 
 
 @pytest.fixture
-def make_trainer(tokenizer, tmp_path):
+def make_trainer(tokenizer, folder):
     def make(model=None, rows=None, held_out=None, others=None, **options):
-        defaults = {"output_dir": str(tmp_path / "run"), "batch_size": 4, **OF_TINY_RUN}
         return SFTTrainer(
             model or make_tiny_model(),
-            SFTConfig(**{**defaults, **options}),
+            SFTConfig(**options_of_tiny_run(folder, **{"batch_size": 4, **options})),
             rows or conversations(),
             held_out,
             processing_class=tokenizer,
@@ -97,9 +102,7 @@ def test_a_step_equals_a_float64_reference_however_rows_are_packed(
     assert loss == pytest.approx(expected.item(), rel=1e-5)
     largest = max(p.grad.abs().max().item() for p in reference.parameters())
     for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(
-            grads[name].double(), parameter.grad, rtol=1e-5, atol=1e-5 * largest, msg=name
-        )
+        assert_close(grads[name].double(), parameter.grad, rtol=1e-5, atol=1e-5 * largest, msg=name)
 
 
 def test_an_own_loss_takes_the_place_of_cross_entropy(make_trainer):
@@ -142,9 +145,9 @@ def test_each_epoch_has_each_row_once_and_its_last_batch_what_is_left():
 
 
 def test_a_run_with_more_epochs_goes_on_behind_a_finished_one_with_the_same_rows_and_batches(
-    make_trainer, tmp_path
+    make_trainer, folder
 ):
-    options = {"save_strategy": "steps", "save_steps": 100, "batch_size": 5}
+    options = {"save_steps": 100, "batch_size": 5}
     make_trainer(**options).train()  # 12 rows in batches of 5, 5 and 2
     options["num_train_epochs"] = 2.0
     for changes, problem in (
@@ -155,9 +158,9 @@ def test_a_run_with_more_epochs_goes_on_behind_a_finished_one_with_the_same_rows
         ({"shuffle": False}, "shuffle=False: it was True before the checkpoint"),
     ):
         with pytest.raises(ConfigError, match=problem):
-            make_trainer(**{**options, **changes}).train(True)
+            make_trainer(**options | changes).train(True)
     make_trainer(**options).train(True)
-    epochs = [row["epoch"] for row in steps_of(tmp_path / "run")]
+    epochs = [row["epoch"] for row in steps_of(folder)]
     assert epochs == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2])
 
 
@@ -170,14 +173,11 @@ def test_a_conversation_of_several_samples_is_one_rollout():
 # --- A run ----------------------------------------------------------------------------------------
 
 
-def test_a_run_learns_and_leaves_the_model_of_an_rl_run(make_trainer, tmp_path, capsys):
-    trainer = make_trainer(
-        held_out=conversations(5), num_train_epochs=10.0, eval_strategy="steps", eval_steps=10
-    )
+def test_a_run_learns_and_leaves_the_model_of_an_rl_run(make_trainer, folder, capsys):
+    trainer = make_trainer(held_out=conversations(5), num_train_epochs=10.0, eval_steps=10)
     trainer.train()
-    folder = tmp_path / "run"
     rows = read_metrics(folder)
-    losses = [row["loss"] for row in rows if "loss" in row]
+    losses = values_in(rows, "loss")
     assert len(losses) == 30 and losses[-1] < losses[0] / 5
     steps = {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
     assert sorted(steps) == [10, 20, 30] and steps[30] < steps[10]
@@ -189,28 +189,25 @@ def test_a_run_learns_and_leaves_the_model_of_an_rl_run(make_trainer, tmp_path, 
 
 
 def test_a_resumed_run_is_the_run_that_was_not_stopped(make_trainer, tmp_path):
-    options = {"save_strategy": "steps", "save_steps": 4, "num_train_epochs": 3.0,
-               "use_lora": True, "lora_dropout": 0.2}  # fmt: skip
-    straight = make_trainer(output_dir=str(tmp_path / "straight"), **options)
+    options = {"save_steps": 4, "num_train_epochs": 3.0, "use_lora": True, "lora_dropout": 0.2}
+    straight = make_trainer(output_dir=f"{tmp_path}/straight", **options)
     straight.train()
     make_trainer(**options).train()
     resumed = make_trainer(**options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
+    resumed.train(resume_from_checkpoint=f"{tmp_path}/run/checkpoint-4")
     losses = [[(row["step"], row["loss"]) for row in steps_of(tmp_path / name)]
               for name in ("straight", "run")]  # fmt: skip
     assert losses[0] == losses[1] and len(losses[0]) == 9
-    for name, value in straight.model.state_dict().items():
-        assert torch.equal(value, resumed.model.state_dict()[name]), name
+    assert_close(resumed.model.state_dict(), straight.model.state_dict(), rtol=0, atol=0)
 
 
-def test_a_server_of_the_saved_model_stops_where_replies_end(make_trainer, tmp_path, capsys):
+def test_a_server_of_the_saved_model_stops_where_replies_end(make_trainer, folder, capsys):
     model = make_tiny_model()
     model.generation_config.eos_token_id = 0
-    options = {"use_lora": True, "save_final": "merged", "max_steps": 1}
-    trainer = make_trainer(model, **options)
+    trainer = make_trainer(model, use_lora=True, save_final="merged", max_steps=1)
     end = trainer.processing_class.convert_tokens_to_ids("<|end|>")
     trainer.train()
-    merged = GenerationConfig.from_pretrained(tmp_path / "run" / "merged")
+    merged = GenerationConfig.from_pretrained(folder / "merged")
     assert merged.eos_token_id == [0, end] and end
     said = "replies end with '<|end|>', and the model's server does"
     assert capsys.readouterr().out.count(said) == 1
@@ -220,7 +217,7 @@ SCRIPT = """
 import json, sys
 import tests.sharding_on_cpu
 from accelerate.state import AcceleratorState
-from tests.helpers import load_example
+from tests.helpers import make_tokenizer
 from tests.test_sft import conversations
 from verifiers_rl.sft import SFTConfig, SFTTrainer
 
@@ -234,7 +231,7 @@ for kind in kinds:
     trainer = SFTTrainer(
         f"{folder}/base", args, conversations() if args.process_index == 0 else None,
         conversations(5) if args.process_index == 0 else [],
-        processing_class=load_example("warm_start").make_tokenizer(),
+        processing_class=make_tokenizer(),
     )
     trainer.train()
     AcceleratorState._reset_state()
@@ -243,12 +240,11 @@ for kind in kinds:
 
 @pytest.mark.slow
 def test_two_ranks_equal_one(make_trainer, tmp_path):
-    make_tiny_model().save_pretrained(tmp_path / "base")
+    base, one = write_model(tmp_path / "base"), tmp_path / "one"
     options = {"batch_size": 5, "max_tokens_per_microbatch": 40, "learning_rate": 0.3}
     options |= {"num_train_epochs": 2.0, "optim": "sgd", "eval_strategy": "steps", "eval_steps": 2}
-    run_script(tmp_path, SCRIPT, str(tmp_path), json.dumps(options), "ddp", "fsdp2")
-    base, one = str(tmp_path / "base"), tmp_path / "one"
-    make_trainer(base, held_out=conversations(5), output_dir=str(one), **options).train()
+    run_script(tmp_path, SCRIPT, tmp_path, json.dumps(options), "ddp", "fsdp2")
+    make_trainer(base, held_out=conversations(5), output_dir=one, **options).train()
     weights = AutoModelForCausalLM.from_pretrained(one).state_dict()
     for kind in ("ddp", "fsdp2"):
         rows = steps_of(tmp_path / kind)
@@ -257,7 +253,7 @@ def test_two_ranks_equal_one(make_trainer, tmp_path):
             for name in wanted.keys() & {"loss", "eval_loss", "grad_norm", "num_tokens", "epoch"}:
                 assert row[name] == pytest.approx(wanted[name], rel=1e-5), (kind, name)
         model = AutoModelForCausalLM.from_pretrained(tmp_path / kind).state_dict()
-        torch.testing.assert_close(model, weights, rtol=1e-5, atol=1e-6)
+        assert_close(model, weights, rtol=1e-5, atol=1e-6)
 
 
 # --- Options --------------------------------------------------------------------------------------
@@ -265,7 +261,7 @@ def test_two_ranks_equal_one(make_trainer, tmp_path):
 
 def test_arguments_that_cannot_work_are_named(make_trainer):
     with pytest.raises(ConfigError, match="there is nothing to evaluate on"):
-        make_trainer(eval_strategy="steps", eval_steps=1)
+        make_trainer(eval_steps=1)
     with pytest.raises(ConfigError, match="SFTTrainer takes no argument 'formatting_func'"):
         make_trainer(others={"formatting_func": str})
 
@@ -278,7 +274,7 @@ def test_arguments_that_cannot_work_are_named(make_trainer):
     ],
 )
 def test_a_token_that_the_model_has_no_embedding_for_is_named(texts, where):
-    tokenizer = load_example("warm_start").make_tokenizer(["<new>"])  # behind the model's 261
+    tokenizer = make_tokenizer("<new>")  # behind the model's 261
     data = [[{"text": text} for text in own] or None for own in texts]
     with pytest.raises(ConfigError, match=rf"{where}: it has token 261 \('<new>'\).* 261 rows"):
         SFTTrainer(make_tiny_model(), SFTConfig(use_cpu=True), *data, processing_class=tokenizer)

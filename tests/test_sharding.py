@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, StateDictType
 
-from tests.helpers import ROOT, TWO_RANKS, make_tiny_model, run_script
+from tests.helpers import ROOT, TWO_RANKS, make_tiny_model, run_script, skip_without_deepspeed
 from verifiers_rl.config import ConfigError
 from verifiers_rl.distributed import prepare_ranks
 
@@ -192,7 +192,7 @@ def run(folder, launcher, kind, cases):
     """World size, tensors of the last push and log of each case."""
     for tied in (True, False):
         make_tiny_model(tied).save_pretrained(folder / f"tied-{tied}")
-    run_script(folder, SCRIPT, str(folder), kind, *cases, launcher=launcher)
+    run_script(folder, SCRIPT, folder, kind, *cases, launcher=launcher)
     return torch.load(folder / "results.pt", weights_only=False)
 
 
@@ -257,8 +257,7 @@ def check_reductions(kind, results):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero2", "zero3"])
 def test_two_ranks_give_the_weights_of_one_process(tmp_path, one_process, kind):
-    if kind.startswith("zero"):
-        pytest.importorskip("deepspeed", reason="the deepspeed extra is not installed")
+    skip_without_deepspeed(kind)
     resumes = [f"{case}-saved{how}" for case in ("full", "adapter") for how in ("", "-resumed")]
     cases = [*CASES, "full-kl"] if kind == "ddp" else CASES
     results = run(tmp_path, TWO_RANKS, kind, [*cases, *resumes])
@@ -340,10 +339,9 @@ def test_fsdp2_sums_gradients_in_float32():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fsdp2", "zero2", "zero3"])
 def test_the_example_config_splits_the_model(tmp_path, one_process, kind):
-    if kind.startswith("zero"):
-        pytest.importorskip("deepspeed", reason="the deepspeed extra is not installed")
-    config = ROOT / "examples" / "accelerate" / f"{kind}.yaml"
-    launcher = ["-m", "accelerate.commands.launch", "--config_file", str(config)]
+    skip_without_deepspeed(kind)
+    config = ROOT / f"examples/accelerate/{kind}.yaml"
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", config]
     (result,) = run(tmp_path, launcher, f"launched-{kind}", ["full"]).values()
     assert result[0] == 2
     check_same(result, one_process["full"])

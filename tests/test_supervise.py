@@ -156,8 +156,7 @@ def test_a_server_that_did_not_start_is_one_line_with_its_log(
 def test_lost_ranks_end_the_run_with_the_command_to_resume(run, capsys):
     trainers = [Played("trainer-0"), Played("trainer-1", 1, polls=1)]
     trainers[1].is_lost = True
-    launcher = Launcher(trainers, Played("inference"))
-    assert run(launcher) == 1
+    assert run(Launcher(trainers, Played("inference"))) == 1
     said = capsys.readouterr().err
     assert "trainer-1 ended with status 1. Go on from the last checkpoint: vf-rl" in said
     assert "/a/rl.toml --resume" in said and signal.SIGTERM in trainers[0].signals

@@ -5,7 +5,6 @@ import tracemalloc
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import cycle, product
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,7 +23,6 @@ from transformers import (
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
-    Trainer,
 )
 
 from tests.family_steps import loads_as_saved
@@ -33,12 +31,16 @@ from tests.helpers import (
     StubSink,
     StubSource,
     breaking,
+    checkpoints_of,
+    evaluated,
+    logged,
     make_samples,
     make_tiny_llama,
     make_tiny_model,
     make_tiny_moe,
     on,
     weights_of,
+    write_model,
 )
 from tests.reference import (
     LOSS_OPTIONS,
@@ -50,28 +52,18 @@ from tests.reference import (
     switch_checkpointing_on,
     with_logprobs_near,
 )
-from verifiers_rl import LossOutputs, RLConfig, cispo, forward
+from verifiers_rl import LossOutputs, cispo
 from verifiers_rl.config import ConfigError
 from verifiers_rl.data import example_index
-from verifiers_rl.inference.client import InferenceServerError, ServerLostError
-from verifiers_rl.losses import MASKS, LossInputs, needs
+from verifiers_rl.inference import InferenceServerError, ServerLostError
+from verifiers_rl.losses import MASKS, needs
 from verifiers_rl.packing import ModelSupport, collate
 from verifiers_rl.process.interrupts import Interrupted
 from verifiers_rl.report.means import batch_metrics
 from verifiers_rl.report.metrics import ShortProgress, TokenMeans, model_flops
-from verifiers_rl.report.run_folder import WritingError, read_metrics
+from verifiers_rl.report.run_folder import WritingError
 from verifiers_rl.sync.sources import what_to_send
 from verifiers_rl.types import Batch, Rollout
-
-
-def checkpoints_of(trainer):
-    return sorted(path.name for path in Path(trainer.args.output_dir).glob("checkpoint-*"))
-
-
-def logged(trainer, name):
-    """The values of this name in the log, from first to last."""
-    return [row[name] for row in trainer.state.log_history if name in row]
-
 
 # Whether and how the head is part of an adapter; whether layers and how large chunks are computed
 # again. The lists below have other lengths, so that each meets many of the others.
@@ -103,7 +95,7 @@ def test_the_step_equals_a_float64_reference(
 ):
     assert MASK_OPTIONS.keys() == MASKS.keys()
     lora, gradient_checkpointing, chunk_size = way
-    monkeypatch.setattr(forward, "chunk_size_for", lambda *_: chunk_size)
+    monkeypatch.setattr("verifiers_rl.forward.chunk_size_for", lambda *_: chunk_size)
     options = {"gradient_masks": {name: MASK_OPTIONS[name] for name in masks}} if masks else {}
     trainer = make_trainer(
         make_model(), loss=loss, loss_args=LOSS_OPTIONS[loss], loss_normalization=normalization,
@@ -126,10 +118,10 @@ def test_the_step_equals_a_float64_reference(
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of peft, about patterns of its own
-def test_lora_on_experts_is_trained_saved_and_merged(make_trainer, tmp_path):
-    make_tiny_moe().save_pretrained(tmp_path / "base")
+def test_lora_on_experts_is_trained_saved_and_merged(make_trainer, tmp_path, folder):
+    base = write_model(tmp_path / "base", make_tiny_moe())
     trainer = make_trainer(
-        str(tmp_path / "base"), use_lora=True, save_final="merged", gradient_checkpointing=True,
+        base, use_lora=True, save_final="merged", gradient_checkpointing=True,
         lora_target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"],
     )  # fmt: skip
     before = weights_of(trainer.model)
@@ -137,7 +129,7 @@ def test_lora_on_experts_is_trained_saved_and_merged(make_trainer, tmp_path):
     moved = {n for n, p in weights_of(trainer.model).items() if not torch.equal(p, before[n])}
     trained = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
     assert moved == trained and sum("experts" in name for name in moved) == 8
-    assert loads_as_saved(trainer, tmp_path / "base", tmp_path / "run") < 2e-5
+    assert loads_as_saved(trainer, base, folder) < 2e-5
 
 
 class Shifted(LlamaForCausalLM):
@@ -283,7 +275,7 @@ def root_of_distance(inputs, loss):
     ],
 )
 def test_what_is_not_finite_stops_before_the_optimizer(
-    make_trainer, change, max_grad_norm, message
+    make_trainer, folder, change, max_grad_norm, message
 ):
     def broken(inputs):
         outputs = cispo(inputs)
@@ -291,13 +283,12 @@ def test_what_is_not_finite_stops_before_the_optimizer(
         loss = change(inputs, outputs.loss) if is_second else outputs.loss
         return LossOutputs(loss, outputs.metrics)
 
-    options = {"save_strategy": "steps", "save_steps": 100, "max_grad_norm": max_grad_norm}
-    trainer = make_trainer(loss_fn=broken, **options)
+    trainer = make_trainer(loss_fn=broken, save_steps=100, max_grad_norm=max_grad_norm)
     with pytest.raises(FloatingPointError, match=message):
         trainer.train()
     assert trainer.weight_sync.pushed == [0, 1]  # the weights of step 0 and of step 1
-    assert checkpoints_of(trainer) == ["checkpoint-1"]
-    saved = load_file(Path(trainer.args.output_dir) / "checkpoint-1" / "model.safetensors")
+    assert checkpoints_of(folder) == ["checkpoint-1"]
+    saved = load_file(folder / "checkpoint-1/model.safetensors")
     for tensor in (*saved.values(), *trainer.model.parameters()):
         assert torch.isfinite(tensor).all()
 
@@ -322,7 +313,7 @@ def test_dropout_of_the_model_is_switched_off_and_that_of_lora_is_not(make_train
 
 @pytest.mark.parametrize("use_lora", [False, True])
 def test_the_head_never_sees_more_than_a_chunk(make_trainer, monkeypatch, use_lora):
-    monkeypatch.setattr(forward, "chunk_size_for", lambda *_: 7)
+    monkeypatch.setattr("verifiers_rl.forward.chunk_size_for", lambda *_: 7)
     rows, real = [], torch.nn.functional.linear
     trainer = make_trainer(use_lora=use_lora)
     assert trainer.tried_support.shares_prefixes  # tried before what is counted
@@ -452,22 +443,10 @@ def test_each_part_can_be_replaced_beside_the_others(make_whole, monkeypatch):
 def test_a_server_that_shares_the_gpu_sleeps_in_each_step_where_none_is_ahead(
     make_trainer, num_ahead
 ):
-    class Sleeper(StubSink):
-        sleeps = True
-
-        def push(self, model, policy_version):
-            source.calls.append(f"push {policy_version}")
-            return super().push(model, policy_version)
-
-        def sleep(self):
-            source.calls.append("sleep")
-
     source = StubSource()
-    trainer = make_trainer(
-        source=source, max_off_policy_steps=num_ahead, eval_strategy="steps", eval_steps=2
-    )
-    trainer.weight_sync = Sleeper()
-    trainer.train()
+    sink = StubSink(lambda model, version: source.calls.append(f"push {version}"))
+    sink.sleeps, sink.sleep = True, lambda: source.calls.append("sleep")
+    make_trainer(source=source, sink=sink, max_off_policy_steps=num_ahead, **EVALUATED).train()
     if num_ahead:
         assert "sleep" not in source.calls
         return
@@ -492,8 +471,9 @@ def test_weights_are_sent_and_batches_are_requested_ahead_before_a_step_waits(
 ):
     steps, num_steps = [], len(versions)
     count = on("on_optimizer_step", lambda state: steps.append(state.global_step))
-    options = {"max_off_policy_steps": ahead, "max_steps": num_steps, "micro_batch_size": 2}
-    trainer = make_trainer(callbacks=[count], **options)
+    trainer = make_trainer(
+        callbacks=[count], max_off_policy_steps=ahead, max_steps=num_steps, micro_batch_size=2
+    )
     trainer.train()
     assert steps == [*range(num_steps)]  # one optimizer step a batch
     # (step, model, version): with one ahead, batch k + 1 has the weights that step k starts from.
@@ -555,7 +535,7 @@ def test_seconds_of_a_step_are_without_a_blocking_evaluation_and_those_of_waitin
     trainer = make_trainer(
         source=slow(slow(StubSource(), "get", 2.0), "end_evaluation", 50.0),
         sink=slow(StubSink(), "push", 3.0), max_steps=4, logging_steps=logging_steps,
-        eval_strategy="steps", eval_steps=1, metric_for_best_model="reward",
+        eval_steps=1, metric_for_best_model="reward",
     )  # fmt: skip
     trainer.train()
     assert logged(trainer, "wait_s") == [2.0] * (4 // logging_steps)
@@ -567,7 +547,7 @@ def test_a_custom_loss_reads_the_extras_of_samples_and_logs_metrics(make_trainer
     monkeypatch.setattr("verifiers_rl.loss_check.NUM_TRIES", 0)  # which calls the loss, too
     calls = []
 
-    def weighed(inputs: LossInputs) -> LossOutputs:
+    def weighed(inputs):
         calls.append(len(inputs.trainer_logprobs))
         outputs = cispo(replace(inputs, advantages=inputs.advantages * inputs.extras["factor"]))
         return LossOutputs(outputs.loss, {"my_metric": torch.full_like(inputs.advantages, 7.0)})
@@ -593,7 +573,7 @@ def test_a_kl_target_moves_the_weight_of_the_penalty_and_a_resumed_run_goes_on_w
     make_trainer,
 ):
     kl = {"use_lora": True, "lora_rank": 2, "kl_beta": 0.5, "kl_target": 1e-3, "max_steps": 6}
-    kl |= {"save_strategy": "steps", "save_steps": 3}
+    kl["save_steps"] = 3
     straight = make_trainer(**kl)
     straight.train()
     distances, betas = logged(straight, "reference_kl"), logged(straight, "kl_beta")
@@ -603,7 +583,7 @@ def test_a_kl_target_moves_the_weight_of_the_penalty_and_a_resumed_run_goes_on_w
         assert beta == pytest.approx(expected, rel=1e-6)
         expected *= 1 + 0.1 * min(max(distance / 1e-3 - 1, -0.2), 0.2)
     assert betas[1] == pytest.approx(0.49)  # at the start the KL is 0
-    resumed = make_trainer(**{**kl, "kl_beta": 9.0})  # the checkpoint's counts
+    resumed = make_trainer(**kl | {"kl_beta": 9.0})  # the checkpoint's counts
     resumed.train(resume_from_checkpoint=f"{straight.args.output_dir}/checkpoint-3")
     assert logged(resumed, "kl_beta")[-3:] == betas[3:]
     assert logged(resumed, "loss")[-3:] == pytest.approx(logged(straight, "loss")[3:])
@@ -611,15 +591,10 @@ def test_a_kl_target_moves_the_weight_of_the_penalty_and_a_resumed_run_goes_on_w
 
 # --- Evaluations ----------------------------------------------------------------------------------
 
-EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
+EVALUATED = {"eval_steps": 2}
 
 
-def eval_rows(trainer):
-    rows = read_metrics(Path(trainer.args.output_dir))
-    return [(row["step"], row["eval_reward"]) for row in rows if "eval_reward" in row]
-
-
-def test_an_evaluation_runs_beside_the_next_step_and_is_logged_at_its_own(make_trainer):
+def test_an_evaluation_runs_beside_the_next_step_and_is_logged_at_its_own(make_trainer, folder):
     trainer = make_trainer(
         source=StubSource(reward_of=float), eval_on_start=True, max_steps=5, **EVALUATED
     )
@@ -632,7 +607,7 @@ def test_an_evaluation_runs_beside_the_next_step_and_is_logged_at_its_own(make_t
     ]  # fmt: skip
     assert trainer.weight_sync.pushed == [0, 1, 2, 3, 4, 5]
     # Trainer also evaluates behind the last step. The server then has the final weights.
-    assert eval_rows(trainer) == [(0, 0.0), (2, 2.0), (4, 4.0), (5, 5.0)]
+    assert evaluated(folder) == [(0, 0.0), (2, 2.0), (4, 4.0), (5, 5.0)]
     assert trainer.state.global_step == 5
 
 
@@ -640,27 +615,29 @@ def test_an_evaluation_runs_beside_the_next_step_and_is_logged_at_its_own(make_t
     "options",
     [
         {"metric_for_best_model": "reward"},
-        {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 2},
+        {"load_best_model_at_end": True, "save_steps": 2},
         {"save_strategy": "best"},
     ],
 )
-def test_an_evaluation_that_decides_over_checkpoints_is_awaited_at_once(make_trainer, options):
+def test_an_evaluation_that_decides_over_checkpoints_is_awaited_at_once(
+    make_trainer, folder, options
+):
     trainer = make_trainer(**EVALUATED, **options)
     trainer.train()
     assert trainer.orchestrator.calls[:8] == [
         "submit 0", "submit 1", "get 0", "submit 2", "get 1",
         "wait", "evaluate 2", "evaluated 2",
     ]  # fmt: skip
-    assert trainer.state.best_metric == 0.5 and eval_rows(trainer)[0] == (2, 0.5)
+    assert trainer.state.best_metric == 0.5 and evaluated(folder)[0] == (2, 0.5)
 
 
-def test_evaluate_called_in_training_gives_its_metrics_at_once(make_trainer):
+def test_evaluate_called_in_training_gives_its_metrics_at_once(make_trainer, folder):
     got = []
     evaluate = on("on_step_end", lambda state: got.append(trainer.evaluate()["eval_reward"]))
-    trainer = make_trainer(eval_strategy="steps", eval_steps=1, callbacks=[evaluate])
+    trainer = make_trainer(eval_steps=1, callbacks=[evaluate])
     trainer.train()
     assert got == [0.5] * 3
-    assert {step for step, _ in eval_rows(trainer)} == {1, 2, 3}
+    assert {step for step, _ in evaluated(folder)} == {1, 2, 3}
 
 
 # --- Errors, and a server that is lost ------------------------------------------------------------
@@ -674,30 +651,30 @@ AT_ONCE = {"metric_for_best_model": "reward"}
     [
         ("source", "get", ValueError("the environment broke"), range(9), {}, []),
         ("source", "end_evaluation", InferenceServerError("all failed"), [0], EVALUATED, [3]),
-        ("source", "end_evaluation", ValueError("it"), [0], {**EVALUATED, **AT_ONCE}, [2]),
+        ("source", "end_evaluation", ValueError("it"), [0], EVALUATED | AT_ONCE, [2]),
         ("sink", "wait_for_server", InferenceServerError("none after 1 s"), [0], {}, [2]),
         ("source", "get", LOST, range(1, 9), {}, [1]),  # again and again
     ],
 )
 def test_an_error_ends_training_with_a_checkpoint_of_the_steps_before(
-    make_trainer, part, method, error, calls, options, checkpoint
+    make_trainer, folder, part, method, error, calls, options, checkpoint
 ):
     parts = {"source": StubSource(), "sink": StubSink()}
     breaking(parts[part], method, error, calls)
     if method == "wait_for_server":
         breaking(parts["source"], "get", LOST, [2])
-    options = {"save_strategy": "steps", "save_steps": 100, "max_steps": 5, **options}
+    options = {"save_steps": 100, "max_steps": 5, **options}
     trainer = make_trainer(**parts, **options)
     with pytest.raises(type(error), match=str(error)):
         trainer.train()
-    assert checkpoints_of(trainer) == [f"checkpoint-{step}" for step in checkpoint]
+    assert checkpoints_of(folder) == [f"checkpoint-{step}" for step in checkpoint]
     assert not trainer.orchestrator.running
     assert trainer.weight_sync.num_waits == (2 if error is LOST else 0)
 
 
 def test_a_full_disk_costs_the_checkpoint_and_does_not_hide_why_the_run_ends(make_trainer, caplog):
     source = breaking(StubSource(), "get", ValueError("the next batch broke"), [2])
-    trainer = make_trainer(source=source, save_strategy="steps", save_steps=100)
+    trainer = make_trainer(source=source, save_steps=100)
     breaking(trainer.checkpoints, "save", OSError(28, "No space left on device"))
     with pytest.raises(ValueError, match="the next batch broke"):
         trainer.train()
@@ -725,9 +702,9 @@ def test_a_disk_without_room_for_weights_is_a_full_disk(make_trainer, monkeypatc
     def full(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr(Trainer, "_save_checkpoint", full)
+    monkeypatch.setattr("transformers.Trainer._save_checkpoint", full)
     with pytest.raises(WritingError, match=r"checkpoint-2 cannot be written: .*; make room there"):
-        make_trainer(save_strategy="steps", save_steps=2).train()
+        make_trainer(save_steps=2).train()
 
 
 @pytest.mark.parametrize(
@@ -751,24 +728,27 @@ def test_a_server_that_was_lost_gets_its_weights_and_the_batches_again(
 ):
     source, sink = StubSource(), StubSink()
     breaking(source if method == "get" else sink, method, LOST, lost_in)
-    options = {"max_off_policy_steps": ahead, "max_steps": versions[-1][0] + 1}
-    make_trainer(source=source, sink=sink, **options).train()
+    make_trainer(
+        source=source, sink=sink, max_off_policy_steps=ahead, max_steps=versions[-1][0] + 1
+    ).train()
     assert [(step, version) for step, _, version in source.submitted] == versions
     assert sink.pushed == pushed and sink.num_waits == len(lost_in)
 
 
 @pytest.mark.parametrize("options, steps", [({}, [3, 4, 5]), (AT_ONCE, [2, 4, 5])])
-def test_an_evaluation_in_which_the_server_is_lost_begins_again(make_trainer, options, steps):
+def test_an_evaluation_in_which_the_server_is_lost_begins_again(
+    make_trainer, folder, options, steps
+):
     source = breaking(StubSource(), "end_evaluation", LOST, [0])
     trainer = make_trainer(source=source, max_steps=5, **EVALUATED, **options)
     trainer.train()
     assert trainer.weight_sync.num_waits == source.calls.count("discard") == 1
     # The server had lost the weights of step 2 when step 3 was done.
-    assert [step for step, _ in eval_rows(trainer)] == steps
+    assert [step for step, _ in evaluated(folder)] == steps
 
 
 def test_several_gpus_in_one_process_are_refused(make_trainer, monkeypatch):
-    monkeypatch.setattr(RLConfig, "n_gpu", 2)
+    monkeypatch.setattr("verifiers_rl.RLConfig.n_gpu", 2)
     with pytest.raises(ConfigError, match=r"2 GPUs are visible to one process.*accelerate launch"):
         make_trainer()
 
@@ -845,12 +825,11 @@ def test_an_adapter_that_changes_a_weight_that_is_used_twice_is_refused(make_tra
 
 
 def test_what_is_trained_has_float32_masters(make_trainer, tmp_path):
-    make_tiny_model().save_pretrained(tmp_path / "model")
-    half = make_tiny_model().bfloat16()
+    base, half = write_model(tmp_path / "model"), make_tiny_model().bfloat16()
     for model, use_lora, bf16, expected in (
-        (str(tmp_path / "model"), False, True, torch.float32),
-        (str(tmp_path / "model"), True, True, torch.bfloat16),
-        (str(tmp_path / "model"), True, False, torch.float32),
+        (base, False, True, torch.float32),
+        (base, True, True, torch.bfloat16),
+        (base, True, False, torch.float32),
         (half, False, False, torch.float32),
     ):
         options = {"use_lora": use_lora, "bf16": bf16, "max_steps": 1}
@@ -861,7 +840,7 @@ def test_what_is_trained_has_float32_masters(make_trainer, tmp_path):
         trainer.train()
     # What PEFT copies of a model in bfloat16, too.
     options = {"lora_modules_to_save": ["lm_head"], "bf16": True, "use_lora": True, "max_steps": 1}
-    trainer = make_trainer(str(tmp_path / "model"), overwrite_output_dir=True, **options)
+    trainer = make_trainer(base, overwrite_output_dir=True, **options)
     head = trainer.model.get_output_embeddings()
     assert head.modules_to_save["default"].weight.dtype == torch.float32
     assert head.original_module.weight.dtype == torch.bfloat16
@@ -928,8 +907,7 @@ def test_a_microbatch_without_loss_tokens_adds_nothing_whatever_the_loss_makes_o
 
 
 def test_the_option_of_attention_reaches_the_step(make_trainer, tmp_path):
-    make_tiny_model().save_pretrained(tmp_path / "model")
-    for model in (str(tmp_path / "model"), make_tiny_model()):
+    for model in (write_model(tmp_path / "model"), make_tiny_model()):
         trainer = make_trainer(model, attn_implementation="eager")
         assert trainer.model.config._attn_implementation == "eager"
         batch_gradients(trainer, make_samples(4))
@@ -938,12 +916,13 @@ def test_the_option_of_attention_reaches_the_step(make_trainer, tmp_path):
 
 
 def test_every_logged_metric_is_documented(make_trainer):
-    table = (ROOT / "docs" / "metrics.md").read_text()
+    table = (ROOT / "docs/metrics.md").read_text()
     documented = set(re.findall(r"^\| `([\w@/]+)`", table, re.MULTILINE))
     found = set(batch_metrics([[Rollout(0, "", reward=1.0)]]))
     for loss in ("cispo", "icepop"):
-        options = {"kl_beta": 0.1, "entropy_beta": 0.1, "overwrite_output_dir": True}
-        trainer = make_trainer(loss=loss, max_steps=1, **options)
+        trainer = make_trainer(
+            loss=loss, max_steps=1, kl_beta=0.1, entropy_beta=0.1, overwrite_output_dir=True
+        )
         trainer.train()
         found |= {name for row in trainer.state.log_history for name in row}
     found = {re.sub(r"^masked_share/.*", "masked_share/NAME", name) for name in found}

@@ -7,8 +7,6 @@ import pytest
 import verifiers.v1 as vf
 from verifiers.v1.runtimes import provision_runtime
 
-from verifiers_rl.envs import v1_changes
-
 USES = {
     "nothing": None,
     "a program": lambda runtime: runtime.run(["sh", "-c", "echo hi > file"], {}),
@@ -20,7 +18,7 @@ USES = {
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_a_runtime_makes_its_folder_when_it_is_used(use, tmp_path, monkeypatch):
     cache = tmp_path / "cache"
-    monkeypatch.setattr(v1_changes.local_runtime, "CACHE_DIR", cache)
+    monkeypatch.setattr("verifiers_rl.envs.v1_changes.local_runtime.CACHE_DIR", cache)
 
     async def run():
         async with provision_runtime(vf.SubprocessConfig(), name="one") as runtime:

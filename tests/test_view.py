@@ -7,9 +7,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
 from contextlib import contextmanager
 from urllib.parse import parse_qsl
@@ -20,9 +17,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.fake_run import write_fake_run
-from tests.helpers import ROOT, check_lines
+from tests.helpers import ROOT, chat, check_lines, names_of, running_python
+from tests.serving import uvicorn_in_thread
 from tests.test_rollouts import make_row, write_rows
-from verifiers_rl.cli import view as command
+from verifiers_rl.cli import rl
 from verifiers_rl.report.run_folder import remove_rollouts, write_run
 from verifiers_rl.view import one_file, server
 from verifiers_rl.view.browse import Filter, page_of, rollout_of
@@ -160,7 +158,7 @@ def chosen_from(tmp_path_factory):
         make_row(2, None, error=error, in_loss=False, content="GRÖSSE"),
         make_row(2, 0.4, "eval", env="words", content="four"),
         make_row(2, 0.4, is_truncated=True, example=3, messages=calling, env="words"),
-        make_row(3, 0.1, in_loss=False, other_branches=[[{"role": "user", "content": "aside"}]]),
+        make_row(3, 0.1, in_loss=False, other_branches=[chat("aside")]),
         make_row(3, 0.2, has_tokens=True, content="x" * 500),
     ]
     return written(tmp_path_factory.mktemp("chosen"), *rows)
@@ -171,7 +169,7 @@ def test_a_filter_chooses_rollouts_in_its_order(chosen_from):
     reward come last; SS is not ß; a role is no text.
     """
     lines = []
-    for line in (ROOT / "tests" / "view_filters.txt").read_text().splitlines():
+    for line in (ROOT / "tests/view_filters.txt").read_text().splitlines():
         query, _, _ = line.partition(" =>")
         found = page_of(chosen_from, Filter.parse(dict(parse_qsl(query))))["rows"]
         lines.append(" ".join([query, "=>", *(str(row["number"]) for row in found)]))
@@ -194,17 +192,13 @@ def serving(*paths):
     runs.find()
     listener = server.listen(0)
     served = server.make_server(server.make_app(runs, "secret-token"))
-    thread = threading.Thread(target=served.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
     address = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    try:
-        with httpx.Client(base_url=address, timeout=20, trust_env=False) as client:
-            yield client
-    finally:
-        served.should_exit = True
-        thread.join(20)
-        listener.close()
-    assert not thread.is_alive()
+    with (
+        listener,
+        uvicorn_in_thread(served, listener),
+        httpx.Client(base_url=address, timeout=20, trust_env=False) as client,
+    ):
+        yield client
 
 
 @pytest.fixture(scope="module")
@@ -311,21 +305,16 @@ def test_the_vendored_charts_are_what_npm_had():
 
 def test_the_command_prints_the_address_and_serves_until_ctrl_c(tmp_path):
     write_lines(tmp_path / "run/metrics.jsonl", {"step": 1})
-    command = [sys.executable, "-m", "verifiers_rl.cli.rl", "view", str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
+    with running_python("-m", "verifiers_rl.cli.rl", "view", tmp_path) as process:
         line = process.stdout.readline()
         (address,) = re.findall(r"1 run: (http://127\.0\.0\.1:\d+/\?token=\S+)", line)
         assert httpx.get(address, trust_env=False).status_code == 200
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=20)
         assert process.returncode == 0 and errors == "", errors
-    finally:
-        process.kill()
-        process.communicate()
 
 
-def test_what_a_command_cannot_do_is_one_line(tmp_path, capsys):
+def test_what_a_command_cannot_do_is_one_line(tmp_path, run_main):
     write_lines(tmp_path / "run/metrics.jsonl", {"step": 1})
     (tmp_path / "taken").mkdir()
     for output, said in (
@@ -333,9 +322,7 @@ def test_what_a_command_cannot_do_is_one_line(tmp_path, capsys):
         (f"{tmp_path}/taken", "Is a directory.*; choose another -o"),
         (".", "empty name"),
     ):
-        with pytest.raises(SystemExit) as ended:
-            command.main([str(tmp_path / "run"), "-o", output])
-        errors = capsys.readouterr().err
-        assert ended.value.code == 1 and errors.count("\n") == 1
+        status, _, errors = run_main(rl.main, "view", tmp_path / "run", "-o", output)
+        assert status == 1 and errors.count("\n") == 1
         assert re.search(f"-o {output}: .*{said}", errors)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "taken"]
+    assert names_of(tmp_path) == ["run", "taken"]

@@ -16,7 +16,7 @@ from tests.test_rollouts import make_row, read, write_rows
 from tests.test_view import HOSTILE, serving, write_lines
 from verifiers_rl.json_text import as_json
 from verifiers_rl.report.run_folder import remove_rollouts, write_run
-from verifiers_rl.view import browse, one_file
+from verifiers_rl.view import one_file
 from verifiers_rl.view.runs import Runs, ViewError
 
 CHROMIUM = next(
@@ -327,7 +327,7 @@ def test_what_models_write_is_text_on_the_page_and_in_the_file(open_page, tmp_pa
 
 
 def test_the_file_works_alone_with_its_sample(open_page, two_runs, tmp_path, monkeypatch):
-    monkeypatch.setattr(browse, "MAX_TOKENS", 1)
+    monkeypatch.setattr("verifiers_rl.view.browse.MAX_TOKENS", 1)
     with pytest.raises(ViewError, match="raise --max-mb"):
         one_file.write_page(Runs([two_runs]), tmp_path / "page.html", 50_000)
     one_file.write_page(Runs([two_runs]), tmp_path / "page.html", 400_000)

@@ -14,24 +14,26 @@ from torch.distributed.fsdp import fully_shard
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from tests.helpers import (
-    StubRequest,
+    TARGETS,
     StubServer,
     StubSource,
     make_tiny_model,
     make_tiny_moe,
     push_to,
     run_script,
+    skip_without_deepspeed,
     stub_servers,
+    weights_of,
 )
 from tests.test_router_replay import make as make_of_kind
 from verifiers_rl.config import ConfigError, RLConfig
-from verifiers_rl.inference.client import InferenceServerError, ServerLostError
+from verifiers_rl.inference import InferenceServerError, ServerLostError
 from verifiers_rl.inference.expected import (
     check_plan,
     fit_to_server,
     trained_model,
 )
-from verifiers_rl.sync import nccl, weight_sync
+from verifiers_rl.sync import nccl
 from verifiers_rl.sync.plan import TransferPlan
 from verifiers_rl.sync.shared_buffers import GivenUpError, SharedBuffers, shared_with_workers
 from verifiers_rl.sync.sources import (
@@ -44,8 +46,6 @@ from verifiers_rl.sync.sources import (
 )
 from verifiers_rl.sync.weight_sync import WeightSync, choose_backend, make_plan
 from verifiers_rl.wiring import Replaced, make_source_and_sink
-
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def with_trained_adapter(model, **options):
@@ -83,20 +83,15 @@ def test_what_is_no_plan_is_refused(change, field):
     assert ".".join(map(str, raised.value.errors()[0]["loc"])) == field
 
 
-def shared_by(num_workers, num_buffers, buffer_bytes):
-    """Memory as the server's process sees it, and as each worker does."""
-    with shared_with_workers(num_workers, num_buffers, buffer_bytes) as (shared, address):
-        return shared, [SharedBuffers(*address) for _ in range(num_workers)]
-
-
-async def pieces(data, taken, size=7):
-    for start in range(0, len(data), size):
+async def pieces(data, taken):
+    for start in range(0, len(data), 7):
         taken.append(start)
-        yield data[start : start + size]
+        yield data[start : start + 7]
 
 
 def test_a_buffer_is_not_filled_again_before_the_slowest_worker_has_copied_it():
-    shared, (fast, slow) = shared_by(2, 2, 16)
+    with shared_with_workers(2, 2, 16) as (shared, address):
+        fast, slow = (SharedBuffers(*address) for _ in range(2))
     filled, taken = [], []
 
     async def fill():
@@ -162,8 +157,8 @@ class StubNccl:
 @pytest.fixture
 def over_nccl(monkeypatch):
     """A WeightSync that is connected over stand-ins for NCCL, and its model."""
-    monkeypatch.setattr(weight_sync, "NcclTransport", StubNccl)
-    monkeypatch.setattr(weight_sync, "choose_backend", lambda *_: "nccl")
+    monkeypatch.setattr("verifiers_rl.sync.weight_sync.NcclTransport", StubNccl)
+    monkeypatch.setattr("verifiers_rl.sync.weight_sync.choose_backend", lambda *_: "nccl")
     sync, model = WeightSync(StubServer(), timeout_s=30), make_tiny_model()
     sync.connect(model, *what_to_send(model, "merged"))
     return sync, model
@@ -186,8 +181,8 @@ def test_where_nccl_cannot_connect_http_is_next_unless_the_server_is_lost(
         server.is_up = not dies
         raise nccl.NcclError("connecting took too long")
 
-    monkeypatch.setattr(weight_sync, "gpu_uuid", lambda device: "gpu-0")
-    monkeypatch.setattr(weight_sync, "NcclTransport", StubNccl)
+    monkeypatch.setattr("verifiers_rl.sync.weight_sync.gpu_uuid", lambda device: "gpu-0")
+    monkeypatch.setattr("verifiers_rl.sync.weight_sync.NcclTransport", StubNccl)
     monkeypatch.setattr(StubNccl, fails_at, fail)
     gpu = "gpu-0" if fails_at == "unique_id" else "gpu-1"
     server, model = StubServer(gpus=[gpu]), make_tiny_model()
@@ -222,8 +217,8 @@ def test_over_nccl_the_servers_error_says_why_and_ends_our_part(
     sync, model = over_nccl
     transport = sync._nccl
     sync._hold.has_reply = lambda: False
-    monkeypatch.setattr(StubRequest, "answer", answer)
-    monkeypatch.setattr(StubRequest, "has_reply", lambda request: says is REFUSED)
+    monkeypatch.setattr("tests.helpers.StubRequest.answer", answer)
+    monkeypatch.setattr("tests.helpers.StubRequest.has_reply", lambda request: says is REFUSED)
     transport.error = nccl.NcclError("NCCL failed: a worker left")
     with pytest.raises(InferenceServerError, match=message) as caught:
         push_to(sync, model, 0)
@@ -262,8 +257,13 @@ def served():
 
 
 def test_a_model_that_fsdp_split_travels_under_the_names_of_its_own_class():
-    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64}
-    config = GPTNeoXConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
+    config = GPTNeoXConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
     model = GPTNeoXForCausalLM(config)
     expected = [*what_to_send(model, "adapter")[0]]
     assert "embed_out.weight" in expected  # lm_head.weight in transformers
@@ -351,7 +351,7 @@ OF_GPT_OSS = {"target_modules": ["q_proj"], "target_parameters": TENSORS}
 def test_merged_weights_equal_those_peft_merges_and_leave_the_trainer_alone(make, options, adapted):
     rtol = 1e-5 if "experts" in adapted else 1e-6
     model = with_trained_adapter(make(), **options)
-    before = {name: p.clone() for name, p in model.named_parameters()}
+    before = weights_of(model)
     merged = {name: source.make().clone() for name, source in merged_sources(model).items()}
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
     expected = dict(model.merge_and_unload().named_parameters())
@@ -507,7 +507,6 @@ let_gloo_threads_finish()
     ],
 )
 def test_a_split_model_is_gathered_one_tensor_at_a_time(kind, models, tmp_path):
-    if kind == "zero3":
-        pytest.importorskip("deepspeed", reason="the deepspeed extra is not installed")
+    skip_without_deepspeed(kind)
     said = run_script(tmp_path, SPLIT, kind, *models.split())
     assert all(f"gathered {what}" in said for what in models.split())

@@ -18,7 +18,7 @@ def said(tmp_path, monkeypatch, run_main):
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", "")
-    monkeypatch.syspath_prepend(str(ROOT / "tests" / "v1"))
+    monkeypatch.syspath_prepend(str(ROOT / "tests/v1"))
     (tmp_path / "needy.py").write_text("import not_there\n")
     (tmp_path / "unlucky.py").write_text("raise ValueError('no luck')\n")
     code = "number = 3\ndef loss(inputs, scale=1.0): ...\n"
@@ -47,7 +47,7 @@ def said(tmp_path, monkeypatch, run_main):
 def test_a_wrong_configuration_is_one_line_that_says_what_to_change(said):
     """In wrong_configs.txt, each with its words of the command line ($) and what is said (=>)."""
     lines = []
-    for case in (ROOT / "tests" / "wrong_configs.txt").read_text().strip().split("\n\n"):
+    for case in (ROOT / "tests/wrong_configs.txt").read_text().strip().split("\n\n"):
         *given, _ = case.splitlines()
         words = [line.removeprefix("$ ") for line in given if line.startswith("$ ")]
         toml = "\n".join(line for line in given if not line.startswith("$ "))
@@ -56,7 +56,7 @@ def test_a_wrong_configuration_is_one_line_that_says_what_to_change(said):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    "text, words",
     [
         ("model = " + "[" * 9999 + "]" * 9999, ""),
         (f"[{'.'.join('a' * 9999)}]\nb = 1", ""),

@@ -96,22 +96,26 @@ class Runner:
 
         return await asyncio.gather(*(one(number) for number in range(request.num_rollouts)))
 
+    def is_first(self):
+        """Whether none has died before, in any process."""
+        died = self.folder / "died"
+        is_first = not died.exists()
+        died.touch()
+        return is_first
+
     async def answer(self, question, number):
         match question:
             case "die":
                 os._exit(7)
             case "die once":
-                if not (self.folder / "died").exists():
-                    (self.folder / "died").touch()
+                if self.is_first():
                     os._exit(7)
             case "die late":
-                if number and not (self.folder / "died").exists():
-                    (self.folder / "died").touch()
+                if number and self.is_first():
                     await asyncio.sleep(0.3)  # the other rollout of the group ends meanwhile
                     os._exit(7)
             case "stop once":
-                if not (self.folder / "died").exists():
-                    (self.folder / "died").touch()
+                if self.is_first():
                     os.kill(os.getpid(), signal.SIGSTOP)
             case "raise":
                 raise LookupError("no answer key")

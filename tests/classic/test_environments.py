@@ -128,7 +128,7 @@ SAMPLING = {
 
 
 @pytest.fixture
-def play(tokenizer, monkeypatch):
+def play(tokenizer):
     """Plays one group: its rollouts, and the requests that it made."""
 
     def play(
