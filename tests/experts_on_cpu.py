@@ -19,14 +19,14 @@ import numpy as np
 from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from verifiers_rl.inference import server
+from verifiers_rl.inference.scheduler import RolloutScheduler
 
 
-class RoutingScheduler(Scheduler):
+class RoutingScheduler(RolloutScheduler):
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         self.aux_output_connector = AuxOutputSchedulerConnector()

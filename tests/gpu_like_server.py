@@ -29,7 +29,6 @@ def be_like_a_gpu() -> None:
     def check_and_update_config(cls, config):
         check(cls, config)
         config.scheduler_config.async_scheduling = True
-        print("scheduler:", config.scheduler_config.get_scheduler_cls().__name__, flush=True)
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
     CpuPlatform.is_sleep_mode_available = lambda self: True

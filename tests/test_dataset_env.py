@@ -107,11 +107,17 @@ def test_a_column_that_a_row_lacks_is_left_to_the_default_of_the_parameter():
         env_from(rows, exact)
 
 
+class Number:
+    def __float__(self):
+        return 0.5
+
+
 @pytest.mark.parametrize(
     "function, expected",
     [
         *[(function, [1.0, 0.0]) for function in (waits, Judge(), of_all)],
         (partial(with_default, bonus=1), [5.0, 5.0]),
+        (lambda completion: Number(), [0.5, 0.5]),
     ],
 )
 def test_reward_functions_of_all_kinds(function, expected):
@@ -264,6 +270,8 @@ def test_a_rollout_that_fails_says_why_and_what_was_said(play, monkeypatch, is_s
 
 
 class Starts:
+    keywords = None  # of a partial too, but this is none
+
     def __call__(self, completion):
         return float(completion.startswith("5"))
 

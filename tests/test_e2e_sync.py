@@ -68,7 +68,7 @@ def full_server(models, run_server):
     """
     flags, module = (*FLAGS, "--enable-sleep-mode"), "tests.gpu_like_server"
     with run_server(models[False], *flags, module=module) as server:
-        assert "scheduler: AsyncScheduler" in server.said()
+        assert "scheduler.AsyncRolloutScheduler" in server.said()
         yield models[False], server
 
 

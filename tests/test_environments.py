@@ -102,9 +102,9 @@ def test_a_score_that_is_named_like_another_number_gets_a_name_of_its_own(caplog
     assert not {"runtime", "wait_s", "loss"} & {*found}
     lines = caplog.text.splitlines()
     assert len(lines) == 7 and "metric 'runtime' is logged as 'runtime_score', because" in lines[5]
-    # In training, where num_rollouts and pass@2 are no names.
+    # In training it has the same name.
     batch = batch_metrics([group])
-    assert (batch["a/reward_score"], batch["a/num_rollouts"], batch["reward"]) == (10.0, 15.0, 0.5)
+    assert [batch[f"a/{renamed.get(name, name)}"] for name in names] == [10.0 + n for n in range(8)]
     several = batch_metrics([group, scored("b", 1.0)])
     assert (several["a/reward"], several["a/reward_score"]) == (0.5, 10.0)
     # It is said once; and where the only score is the reward, there is no second name for it.

@@ -405,12 +405,14 @@ def test_means_of_an_evaluation_count_errors_as_zero_and_examples_solved_at_all(
 def test_an_evaluation_whose_rollouts_all_fail_ends_only_a_run_that_has_not_trained(
     make_orchestrator,
 ):
-    orchestrator = make_orchestrator(StubRunner(outcome=lambda *_: ValueError("no judge")))
+    failing = StubRunner(outcome=lambda *_: ValueError("no judge"))
+    orchestrator = make_orchestrator(failing, metric_for_best_model="score")
     with pytest.raises(RolloutError, match=r"all 4 rollouts of the evaluation failed; .*no judge"):
         evaluate(orchestrator, 4, 1)
     orchestrator.begin_evaluation(4, 1, "policy", policy_version=7)
     metrics = orchestrator.end_evaluation()
-    assert (metrics["reward"], metrics["error_share"]) == (0, 1)
+    # A failed rollout counts as 0, whatever it would have had.
+    assert (metrics["reward"], metrics["error_share"], metrics["score"]) == (0, 1, 0)
 
 
 def test_a_metric_for_the_best_model_that_evaluations_lack_is_named_with_those_that_they_have(

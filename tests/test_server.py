@@ -591,6 +591,10 @@ def test_a_proxy_that_answers_in_place_of_a_server_seen_before_is_a_lost_connect
         replies.pop(0)
         with pytest.raises(ServerLostError, match=NOT_OURS):
             client.status()
+        replies[0] = 404, '{"detail": "Not Found"}'  # another server there, and no proxy
+        with pytest.raises(InferenceServerError, match=NOT_OURS) as caught:
+            client.status()
+        assert not isinstance(caught.value, ServerLostError)
 
 
 def test_a_control_request_that_makes_no_sense_is_refused():

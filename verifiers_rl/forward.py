@@ -172,14 +172,12 @@ class _BySegments:
         self,
         attend: Attention,
         module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        *tensors: Tensor,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         attend = partial(_varlen if self._way == "varlen" else attend, module, **kwargs)
         by_segments = self._in_calls if self._way == "calls" else self._in_sequences
-        return by_segments(attend, query, key, value), None
+        return by_segments(attend, *tensors), None
 
     def _in_calls(self, attend: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Call SDPA for each segment."""
@@ -227,8 +225,13 @@ def _varlen(
     # Autocast does not know the operator, and a norm with float32 weights gives float32.
     q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     output: Any = varlen_attn(
-        *(q, k, v, lengths["cu_seq_lens_q"], lengths["cu_seq_lens_k"]),
-        *(lengths["max_length_q"], lengths["max_length_k"]),
+        q,
+        k,
+        v,
+        lengths["cu_seq_lens_q"],
+        lengths["cu_seq_lens_k"],
+        lengths["max_length_q"],
+        lengths["max_length_k"],
         scale=scaling,
         window_size=(-1, 0),  # causal, see `_BySegments`
         enable_gqa=True,

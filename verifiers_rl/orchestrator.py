@@ -231,12 +231,12 @@ class Orchestrator:
         warn_of_failures(groups, "eval", may_all_fail=request.policy_version > 0)
         metrics = {**evaluation_metrics(groups), "runtime": time.monotonic() - start}
         best = (self.args.metric_for_best_model or "reward").removeprefix("eval_")
-        if best not in metrics:
+        if best not in metrics and metrics["error_share"] < 1:
             raise ConfigError(
                 f"metric_for_best_model={best!r}: evaluations have {', '.join(metrics)}; set one "
                 "of these. With eval_on_start=True, a run says it before its first step"
             )
-        return metrics
+        return {best: 0.0, **metrics}  # a failed rollout counts as 0
 
     async def _run_group(self, request: GroupRequest, index: int) -> list[Rollout]:
         """Run the group of this example, and set the advantages of one to train on. Raises

@@ -69,7 +69,7 @@ def check_variables(args: RLConfig) -> None:
             f"{name}={os.environ[name]}: a launcher has started so many processes, and each would "
             "train alone, in the same folder. Without GPUs set use_cpu=True (in a TOML gpus = 0 "
             "under [trainer]); let srun or mpirun start one process on each machine, and that one "
-            "the ranks, by torchrun or accelerate launch; or start one process"
+            f"the ranks, by torchrun or accelerate launch; or unset {name}, if only one trains"
         )
     for name, harmless, option, is_said in (
         ("ACCELERATE_MIXED_PRECISION", "no", "bf16", args.bf16),
@@ -205,8 +205,8 @@ def make_source_and_sink(
     if adapter is not None:
         check_adapter(adapter, pool.lora_sync)
     is_beside = any(host in LOOPBACK for host, _ in args.servers())
-    both = args.device.type == status["device"] == "cpu"
-    if is_beside and both and "OMP_NUM_THREADS" not in os.environ:
+    is_beside &= args.device.type == status["device"] == "cpu"
+    if is_beside and "OMP_NUM_THREADS" not in os.environ:
         # The server on this machine has pinned its threads to the first half of the cores.
         num_cores = os.cpu_count() or 1
         torch.set_num_threads(num_cores - num_cores // 2)

@@ -69,8 +69,8 @@ class ExampleTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
             if inspect.isawaitable(given):
                 given = await given
             try:
-                # Of Python, of numpy, or in a tensor; float alone would take texts.
-                scores[name] = float(given + 0)
+                # Of Python, of numpy, or in a tensor; float() would take texts.
+                scores[name] = given.__float__()
             except Exception:  # whatever its type raises
                 scores[name] = math.nan
             if not math.isfinite(scores[name]):
@@ -328,8 +328,9 @@ def parameters_from(
     Raises:
         InvalidEnvironmentError: it needs another one, or one that a row lacks.
     """
-    wanted, bound = [], getattr(function, "keywords", ())  # what a partial has stays as it is
-    known = {name: known[name] for name in known if name not in bound}
+    wanted = []
+    if isinstance(function, partial):  # what it has bound stays as it is
+        known = {name: known[name] for name in known if name not in function.keywords}
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             return tuple(known)

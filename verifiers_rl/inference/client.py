@@ -118,11 +118,11 @@ class InferenceClient:
         self._has_answered = True
         return status
 
-    def not_ours(self, path: str) -> InferenceServerError:
+    def not_ours(self, path: str, is_final: bool = False) -> InferenceServerError:
         """Return the error of a reply that is none of `vf-vllm`. If `vf-vllm` has answered before,
-        a proxy may have replied in its place, and it may come back.
+        a proxy may have replied in its place, and it may come back, unless this `is_final`.
         """
-        kind = ServerLostError if self._has_answered else InferenceServerError
+        kind = InferenceServerError if is_final or not self._has_answered else ServerLostError
         return kind(
             f"the server at {self.base_url} has no {path}: it is not vf-vllm. Start the server "
             "with `vf-vllm`"
@@ -217,7 +217,7 @@ class ControlRequest:
             if reply.status == 200:
                 return found
         if reply.status in (200, 404):
-            raise self._not_ours(self._path)
+            raise self._not_ours(self._path, isinstance(found, dict))
         reason = found["detail"] if isinstance(found, dict) and "detail" in found else text
         is_lost = reply.status in LOST or reply.status >= 500
         kind = ServerLostError if is_lost else InferenceServerError

@@ -258,7 +258,8 @@ class ServerClient:
                     body=None,
                 )
             async for line in reply.content:
-                if line[:1].isdigit():  # else a comment, by vLLM's --sse-keep-alive-interval
+                # Else it is a comment, by vLLM's --sse-keep-alive-interval, or was cut.
+                if line[:1].isdigit() and line.endswith(b"\n"):
                     yield line
 
     async def close(self) -> None:

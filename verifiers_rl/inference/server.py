@@ -5,9 +5,11 @@ extension that receives weights, control routes that need the run's token, and o
 chats. It listens on 127.0.0.1 unless told otherwise.
 
     server.py          flags, and the start
-    gateway.py         who may use the server, and generation requests
+    gateway.py         who may use the server; the route for rollouts
+    generation.py      a request of that route, and the lines of its reply
     weight_routes.py   a trainer that takes the server and sends weights
     engine.py          vLLM's engine client; engine_calls.py: what the routes ask of it
+    scheduler.py       in vLLM's engine processes: keeps logprobs until a reply has ended
     worker.py          in vLLM's worker processes: receives weights and loads them
 """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import chain
 
@@ -24,7 +24,7 @@ def batch_metrics(groups: Groups) -> dict[str, float]:
     metrics = _of_batch(groups)
     by_env = _by_env(groups)
     for env, own in by_env.items():
-        found = _of_env(own, 1.0, metrics)
+        found = _of_env(own, 1.0)
         if len(by_env) > 1:
             found |= {**_of_batch(own), "group_share": len(own) / len(groups)}
         metrics |= {f"{env}/{name}": value for name, value in found.items()}
@@ -41,7 +41,7 @@ def evaluation_metrics(groups: Groups) -> dict[str, float]:
     for env, own in by_env.items():
         prefix = f"{env}/" if len(by_env) > 1 else ""
         found = _of_evaluation(own)
-        found |= _of_env(own, 1 - found["error_share"], found)
+        found |= _of_env(own, 1 - found["error_share"])
         metrics |= {prefix + name: value for name, value in found.items()}
     return metrics
 
@@ -112,21 +112,21 @@ def _num_rollouts(groups: Groups) -> int:
     return number
 
 
-def _of_env(groups: Groups, share: float, taken: Collection[str]) -> dict[str, float]:
+def _of_env(groups: Groups, share: float) -> dict[str, float]:
     """Return means of the environment's own metrics, each over the surviving rollouts that have it,
-    and the mean reward of each agent, where episodes have several.
+    and the mean reward of each agent, where episodes have several. A metric that is called like
+    another number of a batch or an evaluation gets another name.
 
     Args:
         groups: of one environment.
         share: a factor of its metrics: those of rollouts that did not survive count as 0.
-        taken: names of other numbers. A metric that is called like one gets another name.
     """
+    taken = {*_of_batch(groups), *_of_evaluation(groups), "group_share", "runtime", "wait_s"}
     survivors, means = _survivors(groups), dict[str, float]()
     names = sorted({*chain(*(rollout.metrics for rollout in survivors))})
     for name in names if names != ["reward"] else ():  # else that is the reward
         free = name
-        # The last four are of a batch or an evaluation, too.
-        while free in (*taken, *means, "group_share", "runtime", "wait_s", "loss"):
+        while free in (*taken, *means, "loss"):
             free += "_score"
             _say_renamed(name, free)
         values = [rollout.metrics[name] for rollout in survivors if name in rollout.metrics]
