@@ -155,6 +155,16 @@ def test_what_nccl_reports_is_raised_unless_it_follows_from_another_end(make_gro
         assert groups[0].num_aborts == groups[1].num_aborts == 1
 
 
+def test_a_message_that_ends_between_two_looks_is_no_failure(make_groups):
+    """The server replies when it has the last one, which may be before the trainer's next look."""
+    groups = make_groups(num_complete=1)
+    with ranks() as (made, _, given_up):
+        looks = [False]
+        given_up.set()
+        groups[1].is_completed = lambda: looks.pop() if looks else True
+        assert made[1].receive(4)().shape == (4,)
+
+
 def test_an_abort_that_hangs_holds_nobody_up(make_groups, monkeypatch, caplog):
     monkeypatch.setattr(nccl, "ABORT_DEADLINE_S", 0.1)
     groups = make_groups(num_complete=1)

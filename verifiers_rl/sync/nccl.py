@@ -55,15 +55,15 @@ class NcclError(RuntimeError):
 
 
 _making = threading.Lock()  # groups to several servers are made at once, in one environment
-_aborting: list[threading.Thread] = []  # those that were ever started
+_threads: list[threading.Thread] = []  # those that were ever started; one may start another
 
 
 @atexit.register
-def _wait_for_aborts() -> None:
+def _wait_for_threads() -> None:
     """Python ends threads that still run by unwinding their stacks. In NCCL's code that ends the
     process with SIGABRT, after a run in which all went well.
     """
-    for thread in _aborting:
+    for thread in _threads:
         thread.join(ABORT_DEADLINE_S)
 
 
@@ -142,6 +142,7 @@ class NcclTransport:
 
         self._thread = threading.Thread(target=connect, name="nccl-connect", daemon=True)
         self._thread.start()
+        _threads.append(self._thread)
 
     def unique_id(self) -> bytes:
         """Rank 0: return the id that the workers need; torch has drawn it by then, or failed."""
@@ -203,7 +204,8 @@ class NcclTransport:
         while not is_over():
             if self._is_closed:
                 raise NcclError("the connection for weights was closed")
-            if self._is_given_up():
+            # The last message may end, and the server reply, between the two looks.
+            if self._is_given_up() and not is_over():
                 self.close()
                 raise GivenUpError(f"another end left, or failed, during {what}")
             if time.monotonic() - start > self._timeout_s:
@@ -237,7 +239,7 @@ class NcclTransport:
 
         thread = threading.Thread(target=abort, name="nccl-abort", daemon=True)
         thread.start()
-        _aborting.append(thread)
+        _threads.append(thread)
         return thread
 
     def close(self) -> None:
