@@ -567,6 +567,8 @@ def main(descriptor: int, parent: int, make_environment: Callable[[Any], Any]) -
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.collect()
     gc.freeze()  # as Orchestrator.start does
+    # Python looks after each 700 new objects, and a rollout of verifiers.v1 makes thousands.
+    gc.set_threshold(20_000)
     with socket.socket(fileno=descriptor) as connection:
         asyncio.run(_serve(connection, runners, setup, problem))
     end_without_noise(0)  # verifiers removes sandboxes and tunnels at exit
@@ -621,12 +623,12 @@ async def _serve(
                 request = GroupRequest(**message["request"] | own)
                 work = run(number, runners[message["env"]], request, content)
                 running[number] = asyncio.create_task(work), places
-            elif number not in running:
-                pass  # the group has ended
-            elif "cancel" in message:
-                running[number][0].cancel()
-            else:
-                running[number][1].take_message(**message)
+            elif number in running:  # else the group has ended
+                task, places = running[number]
+                if "cancel" in message:
+                    task.cancel()
+                else:
+                    places.take_message(**message)
     except (EOFError, OSError):
         pass  # the trainer has closed its end, or is gone
     is_alive.cancel()
