@@ -2,8 +2,16 @@
 each sampled token is trained. docs/environments_of_others.md says what cannot be tried here.
 """
 
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import uvicorn
+from verifiers.v1.tasksets import nemo_gym
 
 from tests.conftest import free_port, wait_until
 from tests.serving import uvicorn_in_thread
@@ -37,6 +45,52 @@ def openenv():
     with uvicorn_in_thread(server):
         wait_until(lambda: server.started)
         yield f"http://127.0.0.1:{port}"
+
+
+def is_newer(python):
+    """Whether this Python runs, and NeMo Gym runs on it."""
+    code = "import sys; sys.exit(sys.version_info < (3, 12))"
+    return subprocess.run([python, "-c", code], capture_output=True).returncode == 0
+
+
+@pytest.fixture
+def counter(tmp_path):
+    """The address of NeMo Gym's resource server whose sessions count, in a Python of its own."""
+    known = filter(None, map(shutil.which, (sys.executable, "python3.13", "python3.12")))
+    if (python := next(filter(is_newer, known), None)) is None:
+        pytest.skip("NeMo Gym needs Python 3.12 or 3.13, and none is on PATH")
+    uv, own = [sys.executable, "-m", "uv"], tmp_path / "nemo"
+    subprocess.run([*uv, "venv", "--quiet", "--python", python, own], check=True)
+    install = [*uv, "pip", "install", "--quiet", "--python", own, "nemo-gym>=0.4,<0.5"]
+    subprocess.run(install, check=True, timeout=300)
+    server = "resources_servers.example_session_state_mgmt.app:StatefulCounterResourcesServer"
+    script = Path(nemo_gym.__file__).with_name("server.py")  # as verifiers starts one
+    env = os.environ | {"NEMO_GYM_RESOURCE_SERVER": server}
+    process = subprocess.Popen([own / "bin/python", script], cwd=tmp_path, env=env)
+    try:
+        port = tmp_path / "nemo_gym.port"
+        wait_until(lambda: port.exists() and port.read_text(), seconds=120)
+        yield f"http://127.0.0.1:{port.read_text()}"
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def test_nemo_gyms_server_runs_the_tools_and_verifies_the_reply(rollout_of, counter, tmp_path):
+    fields = {"increment_counter": {"count": {"type": "integer"}}, "get_counter_value": {}}
+    tools = [
+        {"type": "function", "name": name, "strict": True}
+        | {"parameters": {"type": "object", "properties": fields[name], "required": []}}
+        for name in fields
+    ]
+    asked = {"input": [{"role": "user", "content": "add 2, then count"}], "tools": tools}
+    row = {"responses_create_params": asked, "initial_count": 3, "expected_count": 5}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    options = {"dataset": str(tmp_path / "rows.jsonl"), "task": {"resources_url": counter}}
+    add = {"name": "increment_counter", "arguments": '{"count": 2}'}
+    count = {"name": "get_counter_value", "arguments": "{}"}
+    rollout = rollout_of("nemo_gym", options, add, count, "It is 5.")
+    assert rollout.reward == 1.0 and '"count":5' in rollout.completion.replace(" ", "")
 
 
 def test_openenvs_server_answers_each_action_and_rewards_of_steps_are_summed(rollout_of, openenv):
