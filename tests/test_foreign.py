@@ -30,8 +30,15 @@ def test_a_worker_loads_no_torch_and_no_vllm():
         "import verifiers_rl.envs.workers, verifiers_rl.envs.made_there, verifiers_rl.envs.v1\n"
         "import verifiers_rl.envs.chat_harness, verifiers_rl.envs.dataset\n"
         "assert 'transformers' not in sys.modules\n"
+        "from verifiers_rl import env_from\n"
+        "from verifiers_rl.envs.v1_loading import environment_of, load_v1_environment\n"
+        "from verifiers_rl.envs.base import RunnerOptions\n"
+        "from verifiers_rl.envs.v1 import V1Environment\n"
+        "given = environment_of(env_from(['Say yes.'], lambda completion: 1.0))\n"
+        "for env in (load_v1_environment({'id': 'small_tasks'}), given):\n"
+        "    V1Environment(env, RunnerOptions('http://unused', None, 64))\n"
     )
-    run_python("-c", code)
+    run_python("-c", code, PYTHONPATH=ROOT / "tests/v1")
 
 
 def test_a_worker_has_this_package_and_nothing_else_of_this_python(tmp_path, tokenizer):

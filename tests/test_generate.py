@@ -12,6 +12,7 @@ import pytest
 import verifiers.v1 as vf
 from aiohttp import web
 
+from tests.conftest import free_port
 from tests.helpers import EXAMPLE_MODULE, ROOT, chat, write_model
 from tests.serving import chat_reply, in_thread, serving
 from verifiers_rl import RLConfig, WeightedEnv, env_from
@@ -282,7 +283,8 @@ def test_it_runs_beside_a_server_in_place_of_a_trainer_and_ends_with_it(generate
     command = ["-c", "import sys; sys.exit(sys.argv[2:4] != ['generate', '@'])"]
     child = lambda name, words, env: LocalChild(name, [*command, *words[1:]], env)  # noqa: E731
     monkeypatch.setattr("verifiers_rl.cli.supervise.LocalChild", child)
-    assert generate("-o", "new.jsonl", "--inference.gpus", "0")[0] == 0
+    port = ("--trainer.args.vllm_server_port", str(free_port()))
+    assert generate("-o", "new.jsonl", "--inference.gpus", "0", *port)[0] == 0
     (plan,) = started
     assert plan.is_needed and plan.max_restarts == 0
     assert "--enable-lora" not in plan.command("h", 1)

@@ -302,8 +302,12 @@ def code_tokens(path):
         and isinstance(statement.value, ast.Constant)
         and isinstance(statement.value.value, str)
     }
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return sum(token.type not in FREE and token.start not in docstrings for token in tokens)
+    tokens, depth = 0, 0  # from Python 3.12 on, an f-string is more than the one token of before
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        tokens += not depth and token.type not in FREE and token.start not in docstrings
+        name = tokenize.tok_name[token.type]
+        depth += (name == "FSTRING_START") - (name == "FSTRING_END")
+    return tokens
 
 
 def reached_with_packages(start):

@@ -87,9 +87,9 @@ STREAMING = 'harness.id = "streaming_harness"'  # it runs no programs of the mod
 @pytest.mark.parametrize(
     "lines, expected",
     [
-        ([SMALL, 'agent.harness.id = "null"'], ("agent", "verifiers_rl", "subprocess")),
-        ([SMALL, f"agent.{DOCKER}"], ("agent", "verifiers_rl", "docker")),
-        ([FIX_IT], ("fixer", "verifiers_rl", "subprocess")),
+        ([SMALL, 'agent.harness.id = "null"'], ("agent", IN_PROCESS, "subprocess")),
+        ([SMALL, f"agent.{DOCKER}"], ("agent", IN_PROCESS, "docker")),
+        ([FIX_IT], ("fixer", IN_PROCESS, "subprocess")),
         ([FIX_IT, f"fixer.{DOCKER}", f"fixer.{BASH}"], ("fixer", "bash", "docker")),
         ([SMALL, f"agent.{STREAMING}"], ("agent", "streaming_harness", "subprocess")),
     ],

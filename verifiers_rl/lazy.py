@@ -10,7 +10,7 @@ from typing import Any
 
 def load_on_first_use(
     package: str, home: Mapping[str, str]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+) -> tuple[Callable[[str], Any], Callable[[], set[str]]]:
     """Make a package's `__getattr__` and `__dir__` (PEP 562).
 
     Args:
@@ -21,11 +21,9 @@ def load_on_first_use(
     def get(name: str) -> Any:
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        found = getattr(import_module(f"{package}.{home[name]}"), name)
-        setattr(sys.modules[package], name, found)  # the next time it is there
-        return found
+        return getattr(import_module(f"{package}.{home[name]}"), name)
 
-    def names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *home})
+    def names() -> set[str]:
+        return {*vars(sys.modules[package]), *home}
 
     return get, names

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
@@ -31,7 +32,11 @@ from verifiers_rl.envs.rendering import as_object
 from verifiers_rl.envs.tools import LocalUrl, Tools, open_tools
 from verifiers_rl.process.loop_thread import run_contained
 
-IN_PROCESS = "verifiers_rl"  # id of the harness
+__all__ = ["ChatHarness"]  # what verifiers finds in this module
+# Id of the harness. verifiers' own commands know it as "verifiers_rl", and then load all that this
+# package exports, with torch, which a rollout worker may not have.
+IN_PROCESS = "verifiers_rl_chat"
+sys.modules[IN_PROCESS] = sys.modules[__name__]  # where verifiers looks for it
 CHAT, GATE = "/v1/chat/completions", "/tool"  # model calls; questions whether a tool may be called
 # Takes a path and the JSON of a request; returns the JSON of the reply, or raises RefusedError.
 Post = Callable[[str, dict[str, Any]], Awaitable[Any]]

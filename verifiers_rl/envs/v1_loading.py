@@ -180,11 +180,13 @@ def _exported_beside(cls: type) -> list[type]:
     """
     name = cls.__module__
     own, around = sys.modules[name], sys.modules[name.partition(".")[0]]
-    ways = [[getattr(m, n, None) for n in getattr(m, "__all__", ())] for m in (own, around)]
-    defined = ((n, c) for n, c in vars(own).items() if getattr(c, "__module__", "") == name)
-    ways.append([c for n, c in defined if n[0] != "_"])
-    exported = next((way for way in ways if cls in way), [])
-    return [c for c in exported if isinstance(c, type) and issubclass(c, vf.Env | vf.Harness)]
+    exporting = (m for m in (own, around) if cls.__name__ in getattr(m, "__all__", ()))
+    if module := next(exporting, None):
+        found = [getattr(module, n, None) for n in module.__all__]
+    else:
+        defined = ((n, c) for n, c in vars(own).items() if getattr(c, "__module__", "") == name)
+        found = [c for n, c in defined if n[0] != "_"]
+    return [c for c in found if isinstance(c, type) and issubclass(c, vf.Env | vf.Harness)]
 
 
 # --- Who plays, and where -------------------------------------------------------------------------
@@ -201,7 +203,7 @@ def with_local_chat(env: vf.Env) -> vf.Env:
             under its `sampling` is misspelt.
     """
     played = copy.copy(env)
-    taskset_has_one = loaders.default_harness_id(env.config.taskset.id) != GLOBAL_DEFAULT
+    taskset_has_none = loaders.default_harness_id(env.config.taskset.id) == GLOBAL_DEFAULT
     needs_container = type(env.taskset).task_type().NEEDS_CONTAINER
     changed = {}
     for role, harness in env.config.agent_harnesses().items():
@@ -210,13 +212,13 @@ def with_local_chat(env: vf.Env) -> vf.Env:
             if hint := did_you_mean(name, SAMPLING):
                 raise InvalidEnvironmentError(f"[env.{role}.sampling] has no {name!r}; {hint}")
         update: dict[str, Any] = {}
-        is_unchosen = agent.harness is None and not taskset_has_one
-        if is_unchosen or harness.id in ("null", IN_PROCESS):
+        is_unchosen = agent.harness is None and taskset_has_none
+        if is_unchosen or harness.id in ("null", "verifiers_rl", IN_PROCESS):
             # Refuses what our chat has not, such as the compaction of verifiers 0.4.1's.
             given = harness.model_dump(exclude_defaults=True)
             update["harness"] = ChatHarnessConfig(**given | {"id": IN_PROCESS})
         loaded = loaders.harness_class(harness.id)
-        is_harmless = bool(update) or not (loaded.EXECUTES_CODE or loaded.NEEDS_CONTAINER)
+        is_harmless = update or not (loaded.EXECUTES_CODE or loaded.NEEDS_CONTAINER)
         is_default = agent.runtime == type(agent).model_fields["runtime"].default
         if is_default and is_harmless and not needs_container:
             update["runtime"] = vf.SubprocessConfig()
