@@ -1,3 +1,4 @@
+import copy
 import math
 import re
 import signal
@@ -653,14 +654,18 @@ def test_an_evaluation_that_a_callback_asks_for_is_never_lost(make_trainer, fold
 
 
 def test_of_a_processor_the_tokenizer_is_used(make_trainer, tokenizer):
-    """As models with a vision tower have it."""
+    """As models with a vision tower have it. Mistral's tokenizers have another one inside."""
 
     def make(model, env, args, tokenizer, *parts, **others):
-        return RLTrainer(model, env, args, SimpleNamespace(tokenizer=tokenizer), *parts, **others)
+        return RLTrainer(model, env, args, processor, *parts, **others)
 
+    processor = SimpleNamespace(tokenizer=tokenizer)
     trainer = make_trainer(kind=make, max_steps=1)
     trainer.train()
     assert trainer.processing_class is tokenizer
+    processor = copy.copy(tokenizer)
+    processor.tokenizer = "of mistral-common"
+    assert make_trainer(kind=make).processing_class is processor
 
 
 # --- Errors, and a server that is lost ------------------------------------------------------------

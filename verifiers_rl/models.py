@@ -97,7 +97,7 @@ def _load(model: Any, args: RLConfig, peft_config: Any) -> Any:
     _set_attention(model, args.attn_implementation)
     switch_off_dropout(model)
     if hasattr(model, "peft_config"):
-        if peft_config is not None:
+        if peft_config:
             raise ConfigError(
                 "peft_config: the model has an adapter already; merge it, or leave this out"
             )
@@ -279,7 +279,7 @@ def check_policy(
         raise ConfigError(
             "model: all its weights are frozen; PeftModel.from_pretrained needs is_trainable=True"
         )
-    groups = [] if optimizer is None else optimizer.param_groups
+    groups = getattr(optimizer, "param_groups", [])
     if groups and trained - {id(weight) for group in groups for weight in group["params"]}:
         raise ConfigError(
             "optimizers: it lacks trained weights, such as those of an adapter that is added here; "

@@ -142,13 +142,13 @@ class RLTrainer(SavingTrainer):
         model = absolute_path(model)
         if processing_class is None:
             processing_class = tokenizer_of(model)
-        # Of a processor, as models with a vision tower have it.
-        processing_class = getattr(processing_class, "tokenizer", processing_class)
+        if not hasattr(processing_class, "pad_token_id"):  # a processor, for text and images
+            processing_class = processing_class.tokenizer
         self.loss_fn = checked(args.complete_loss(loss_fn), self)
         set_seed(args.seed)  # also determines the weights of a new adapter
         policy = load_policy(model, args, peft_config)
-        optimizer, *_ = trainer_kwargs.get("optimizers") or [None]
-        check_policy(policy, args, needs_of(self.loss_fn), optimizer)
+        own_optimizer = trainer_kwargs.get("optimizers", [None])[0]
+        check_policy(policy, args, needs_of(self.loss_fn), own_optimizer)
         check_final(policy, args)
         if args.process_index == 0:
             self.orchestrator, self.weight_sync = make_source_and_sink(
