@@ -8,7 +8,7 @@ from argparse import Namespace
 
 import pytest
 
-from verifiers_rl.inference.checkpoint import fit_to_checkpoint
+from verifiers_rl.inference.flags import fit_to_checkpoint
 
 DELTA_NET = {"model_type": "qwen3_5_text", "linear_conv_kernel_dim": 4}
 QWEN3_5 = {"model_type": "qwen3_5", "text_config": DELTA_NET, "vision_config": {}}

@@ -181,13 +181,58 @@ def test_weights_in_the_middle_of_a_step_are_not_saved(make_run, folder):
             loss = super().train_on(*args)
             if self.state.global_step == 1:
                 self.update_now(self.model)
-                with self.checkpoints.saving_on_error():
-                    raise ValueError("it broke")
+                raise ValueError("it broke")
             return loss
 
     with pytest.raises(ValueError, match="it broke"):
         make_run(kind=Failing, save_steps=100).train()
     assert newest_checkpoint(folder) is None
+
+
+@pytest.mark.parametrize("place", ["loss", "on_step_end", "on_log"])
+def test_an_error_anywhere_costs_no_step_that_is_done(make_run, folder, capfd, place):
+    """As of a GPU that is out of memory, a tracker without its network, a callback."""
+
+    def fail(state):
+        if state.global_step == 3:
+            raise ValueError("it broke")
+
+    class Failing(RLTrainer):
+        def microbatch_loss(self, *args):
+            if place == "loss":
+                fail(self.state)
+            return super().microbatch_loss(*args)
+
+    callbacks = [on(place, fail)]
+    with pytest.raises(ValueError, match="it broke"):
+        make_run(kind=Failing, save_steps=100, callbacks=callbacks).train()
+    assert checkpoints_of(folder) == ["checkpoint-3"]
+    assert capfd.readouterr().err.count("the run ends at step 3; the newest checkpoint is") == 1
+    assert read_run(folder)["status"] == "failed"
+    resume(make_run, save_steps=100)
+    assert steps_of(folder)[-4:] == [4, 5, 6, 6]
+
+
+def test_weights_that_the_optimizer_has_changed_in_part_are_not_saved(make_run, folder):
+    trainer = make_run(save_steps=100)
+
+    def fail(state):
+        if state.global_step == 1:
+            breaking(trainer.optimizer, "step", ValueError("it broke"))
+
+    trainer.add_callback(on("on_step_begin", fail))
+    with pytest.raises(ValueError, match="it broke"):
+        trainer.train()
+    assert newest_checkpoint(folder) is None
+
+
+def test_a_resumed_run_saves_evaluates_and_logs_as_often_as_its_options_say(make_run, folder):
+    interrupt(make_run, ends_at(3), save_steps=100, logging_steps=2, eval_steps=4)
+    resume(make_run, save_steps=1, logging_steps=1, eval_steps=1)
+    assert checkpoints_of(folder) == [f"checkpoint-{step}" for step in (2, 3, 4, 5, 6)]
+    assert [step for step, _ in evaluated(folder)] == [3, 4, 5, 6]
+    rows = [row["step"] for row in read_metrics(folder) if "loss" in row]
+    assert rows == [2, 3, 4, 5, 6]
 
 
 def test_a_signal_behind_the_last_step_ends_the_run_when_its_model_is_saved(make_run, folder):
@@ -311,7 +356,7 @@ def test_checkpoints_behind_the_one_that_is_resumed_are_set_aside(make_run, fold
         make_run(callbacks=[ends_at(4)]).train(resume_from_checkpoint=f"{folder}/checkpoint-2")
     assert newest_checkpoint(folder).name == "checkpoint-3"
     resume(make_run)
-    assert steps_of(folder) == [1, 2, 3, 4, 5, 6, 6]
+    assert steps_of(folder)[-4:] == [4, 5, 6, 6]
     assert names_of(folder / "_abandoned") == ["checkpoint-4", "checkpoint-6"]
     make_run(max_steps=1, overwrite_output_dir=True).train()
     assert not (folder / "_abandoned").exists()

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import threading
 from dataclasses import replace
 from functools import partial
 
@@ -123,6 +124,21 @@ class Number:
 def test_reward_functions_of_all_kinds(function, expected):
     found = scores(env_from(ROWS, function))
     assert [score for given in found for score in given.values()] == expected
+
+
+def test_what_a_reward_function_changes_in_a_row_no_other_call_sees():
+    lock = threading.Lock()
+    rows = [{"prompt": "a", "answers": [{"of": "5"}], "lock": lock}, {"prompt": "b", "lock": lock}]
+
+    def pops(completion, answers=()):
+        return len(answers and answers.pop().popitem())
+
+    def counts(answers=(), **row):
+        return 10 * len(answers) + (row["lock"] is lock)
+
+    env = env_from(rows, [pops, counts])
+    for _ in range(2):
+        assert scores(env) == [{"pops": 2.0, "counts": 11.0}, {"pops": 0.0, "counts": 1.0}]
 
 
 def reward(completion):

@@ -1,4 +1,5 @@
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -6,7 +7,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from tests.families import write_family
-from tests.helpers import TARGETS, make_tiny_llama, make_tiny_model, make_tiny_moe
+from tests.helpers import TARGETS, make_tiny_llama, make_tiny_model, make_tiny_moe, weights_of
+from verifiers_rl import RLTrainer
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.models import (
     check_policy,
@@ -70,6 +72,27 @@ def test_all_linear_is_pefts(qwen3_5):
     assert ("shared_expert_gate" in targets) == has_experts and "lm_head" not in targets
     assert targets > DELTA_NET
     policy.unload()
+
+
+def test_an_adapter_beside_one_that_the_model_has_is_refused():
+    lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"])
+    model = get_peft_model(make_tiny_model(), lora)
+    with pytest.raises(ConfigError, match=r"peft_config: the model has an adapter already; merge"):
+        load_policy(model, RLConfig(use_cpu=True), LoraConfig(target_modules=["v_proj"]))
+
+
+@pytest.mark.parametrize("use_lora", [False, True])
+def test_an_optimizer_without_the_weights_that_are_trained_is_refused(make_trainer, use_lora):
+    model = make_tiny_model()  # in whose place an adapter is trained
+    optimizers = torch.optim.SGD(model.parameters(), lr=0.5), None
+    make = partial(make_trainer, model, kind=partial(RLTrainer, optimizers=optimizers))
+    before = weights_of(model)
+    if use_lora:
+        with pytest.raises(ConfigError, match="optimizers: it lacks trained weights, such as"):
+            make(use_lora=True)
+        return
+    make(max_steps=1).train()
+    assert not all(torch.equal(before[name], weight) for name, weight in model.named_parameters())
 
 
 def test_only_a_trainable_adapter_that_is_called_default_is_trained(tmp_path):

@@ -1,3 +1,4 @@
+import copy
 import math
 import re
 import signal
@@ -23,6 +24,7 @@ from transformers import (
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    TrainerCallback,
 )
 
 from tests.family_steps import loads_as_saved
@@ -52,7 +54,7 @@ from tests.reference import (
     switch_checkpointing_on,
     with_logprobs_near,
 )
-from verifiers_rl import LossOutputs, cispo
+from verifiers_rl import LossOutputs, RLTrainer, cispo
 from verifiers_rl.config import ConfigError
 from verifiers_rl.data import example_index
 from verifiers_rl.inference import InferenceServerError, ServerLostError
@@ -498,7 +500,6 @@ def test_logged_values_by_hand(make_trainer):
     samples = make_samples(4, seed=1)
     trainer = make_trainer(max_tokens_per_microbatch=10_000)
     trainer.tried_support = ModelSupport("padded")
-    trainer._window.on_step_begin(None, None, None)
     batch_gradients(trainer, samples)
     trainer._window.on_step_end(None, trainer.state, None)
     trainer.log({"loss": 0.0})
@@ -638,6 +639,33 @@ def test_evaluate_called_in_training_gives_its_metrics_at_once(make_trainer, fol
     trainer.train()
     assert got == [0.5] * 3
     assert {step for step, _ in evaluated(folder)} == {1, 2, 3}
+
+
+def test_an_evaluation_that_a_callback_asks_for_is_never_lost(make_trainer, folder):
+    asks = TrainerCallback()
+
+    def ask(args, state, control, **rest):
+        control.should_evaluate = state.global_step in (1, 3)  # the last step
+
+    asks.on_step_end = ask
+    trainer = make_trainer(callbacks=[asks], source=StubSource(reward_of=float))
+    trainer.train()
+    assert evaluated(folder) == [(1, 1.0), (3, 3.0)]
+
+
+def test_of_a_processor_the_tokenizer_is_used(make_trainer, tokenizer):
+    """As models with a vision tower have it. Mistral's tokenizers have another one inside."""
+
+    def make(model, env, args, tokenizer, *parts, **others):
+        return RLTrainer(model, env, args, processor, *parts, **others)
+
+    processor = SimpleNamespace(tokenizer=tokenizer)
+    trainer = make_trainer(kind=make, max_steps=1)
+    trainer.train()
+    assert trainer.processing_class is tokenizer
+    processor = copy.copy(tokenizer)
+    processor.tokenizer = "of mistral-common"
+    assert make_trainer(kind=make).processing_class is processor
 
 
 # --- Errors, and a server that is lost ------------------------------------------------------------

@@ -367,6 +367,19 @@ def test_merged_weights_equal_those_peft_merges_and_leave_the_trainer_alone(make
     assert ("gate.weight" in changed) == ("gate.weight" in adapted)
 
 
+@pytest.mark.parametrize("target", ["q_proj", "lm_head"])
+def test_an_adapter_travels_without_the_weights_that_it_adapts(tmp_path, target):
+    """PEFT itself also gives an embedding and a head that are adapted, or that have another number
+    of rows than in the folder of the base model.
+    """
+    model = make_tiny_model()
+    model.save_pretrained(tmp_path)
+    model.name_or_path = str(tmp_path)
+    model.resize_token_embeddings(300, mean_resizing=False)
+    sources, _ = what_to_send(with_trained_adapter(model, target_modules=[target]), "adapter")
+    assert sources and all(".lora_" in name and target in name for name in sources)
+
+
 EMBEDDING = "model.embed_tokens.weight"
 OTHER = "base_model.model.x.lora_A.weight"
 

@@ -118,6 +118,7 @@ class Checkpoints(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if args.local_process_index == 0:
             shutil.rmtree(self._folder / UNFINISHED, ignore_errors=True)
+        state.compute_steps(args, state.max_steps)  # not those of the run before
         for name, part in self.kept.items():  # before there is something to lose
             try:
                 json.dumps(part.state_dict(state.global_step))
@@ -156,9 +157,6 @@ class Checkpoints(TrainerCallback):
         trainer._total_loss_scalar = state["total_loss"]
         self._options = state["options"]
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        seed_step(args, state.global_step)
-
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.can_repeat_step = True
 
@@ -192,24 +190,16 @@ class Checkpoints(TrainerCallback):
         if args.should_save:
             self._remove_old()
 
-    @contextmanager
-    def saving_on_error(self) -> Iterator[None]:
-        """If what is inside fails, save a checkpoint of the steps so far, then raise the error."""
-        try:
-            yield
-        except Exception:
-            self.save_or_say()
-            raise
-
     def save_or_say(self) -> None:
         """Save a checkpoint of the steps done so far, where the run ends inside a step, unless
-        save_strategy is "no", and say where the newest one is. A full disk costs the checkpoint,
-        and does not hide the other reason for which the run ends. Every rank calls this. Outside of
-        a run it does nothing.
+        save_strategy is "no", and say where the newest one is. A full disk or a broken GPU costs
+        the checkpoint, and does not hide the other reason for which the run ends. Every rank calls
+        this. Outside of a run, or again, it does nothing.
         """
         trainer, step = self._trainer, self._trainer.state.global_step
         if not self._is_running:
             return
+        self._is_running = False  # the same error may come here again
         try:
             if step not in (0, self._saved_step):
                 trainer.evaluations.log_ended()
@@ -218,7 +208,7 @@ class Checkpoints(TrainerCallback):
                     trainer.control = trainer.callback_handler.on_save(
                         trainer.args, trainer.state, trainer.control
                     )
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             logger.error("no checkpoint of the steps so far: %s", error)
         if trainer.is_world_process_zero():
             newest = newest_checkpoint(self._folder)

@@ -691,6 +691,11 @@ class RLConfig(TrainingArguments):
                 "without effect unless eval_strategy = 'steps'",
             ),
             (
+                "save_strategy",
+                self.save_strategy != "best" or self.eval_strategy != "no",
+                "without evaluations no checkpoint is the best; set eval_strategy = 'steps'",
+            ),
+            (
                 "vllm_servers",
                 self.vllm_servers is None or is_alone,
                 "takes the place of vllm_server_host and vllm_server_port; remove these two",

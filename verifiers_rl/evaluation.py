@@ -42,7 +42,7 @@ class Evaluations(TrainerCallback):
         """Forget the evaluations of a run before."""
         self.due: int | None = None  # the step whose weights are to be evaluated
         self._running: int | None = None  # that of the evaluation that has begun
-        self._ended: dict[int, dict[str, float]] = {}
+        self.ended: dict[int, dict[str, float]] = {}  # results, by the step of the weights
 
     def begin(self) -> None:
         """Begin the evaluation that is due, if one is. The server gets the weights of this step
@@ -67,7 +67,7 @@ class Evaluations(TrainerCallback):
             return
         start = time.monotonic()
         results = self._trainer.orchestrator.end_evaluation()
-        self._ended[self._running] = {**results, "wait_s": time.monotonic() - start}
+        self.ended[self._running] = {**results, "wait_s": time.monotonic() - start}
         self._running = None
 
     def begin_again(self) -> None:
@@ -96,8 +96,8 @@ class Evaluations(TrainerCallback):
         Args:
             prefix: of the names of the current step's metrics; earlier ones have "eval".
         """
-        ended = broadcast_outcome({str(step): results for step, results in self._ended.items()})
-        self._ended = {}
+        ended = broadcast_outcome({str(step): results for step, results in self.ended.items()})
+        self.ended = {}
         trainer, state = self._trainer, self._trainer.state
         now = state.global_step, state.epoch
         current: dict[str, float] = {}

@@ -30,7 +30,7 @@ from transformers.models.auto.modeling_auto import (
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.inference.checkpoint import NUM_EXPERTS
 from verifiers_rl.router_replay import routers_of
-from verifiers_rl.sync.sources import check_reference, text_parameters
+from verifiers_rl.sync.sources import base_of, check_reference, text_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def load_policy(model: Any, args: RLConfig, peft_config: Any = None) -> Any:
         is_half = parameter.dtype in (torch.bfloat16, torch.float16)
         if parameter.requires_grad and is_half and not hasattr(parameter, "ds_id"):
             parameter.data = parameter.data.float()
-    base = policy.get_base_model() if hasattr(policy, "peft_config") else policy
+    base = base_of(policy)
     config = base.config.get_text_config()
     if getattr(config, "output_router_logits", False):
         # The model would take it beside a mask of another form.
@@ -97,6 +97,10 @@ def _load(model: Any, args: RLConfig, peft_config: Any) -> Any:
     _set_attention(model, args.attn_implementation)
     switch_off_dropout(model)
     if hasattr(model, "peft_config"):
+        if peft_config:
+            raise ConfigError(
+                "peft_config: the model has an adapter already; merge it, or leave this out"
+            )
         return model
     if num_frozen := freeze_all_but_text(model):
         logger.info("%.1f M weights beside the text model stay as they are", num_frozen / 1e6)
@@ -153,7 +157,7 @@ def _load_base(model: str, dtype: torch.dtype, revision: str | None = None) -> A
 
 
 def _set_attention(model: Any, implementation: str | None) -> None:
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    base = base_of(model)
     before = base.config._attn_implementation
     if implementation is None or before == implementation:
         return
@@ -259,17 +263,27 @@ def _unties(model: Any) -> bool:
     return any(uses[id(one)] > 1 for before in adapted for one in before.parameters())
 
 
-def check_policy(model: Any, args: RLConfig, needs: Collection[str] = ()) -> None:
+def check_policy(
+    model: Any, args: RLConfig, needs: Collection[str] = (), optimizer: Any = None
+) -> None:
     """Raise ConfigError if the options do not fit the model. Print how much an adapter trains.
 
     Args:
         needs: what the loss needs, see `losses.needs_of`.
+        optimizer: the caller's own, if there is one.
     """
     if args.process_index == 0 and hasattr(model, "peft_config"):
         model.print_trainable_parameters()
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    if not trained:
         raise ConfigError(
             "model: all its weights are frozen; PeftModel.from_pretrained needs is_trainable=True"
+        )
+    groups = getattr(optimizer, "param_groups", [])
+    if groups and trained - {id(weight) for group in groups for weight in group["params"]}:
+        raise ConfigError(
+            "optimizers: it lacks trained weights, such as those of an adapter that is added here; "
+            "make it of a model with its adapter (get_peft_model), or pass optimizer_cls_and_kwargs"
         )
     if hasattr(model, "peft_config") and _unties(model):
         raise ConfigError(

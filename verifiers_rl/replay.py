@@ -89,7 +89,7 @@ class Outcome(NamedTuple):
     tokens: Tensor
 
 
-class Replayed(Exception):
+class Replayed(BaseException):
     """The step is done, and training must not go on."""
 
 

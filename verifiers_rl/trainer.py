@@ -41,9 +41,10 @@ from peft.helpers import disable_input_dtype_casting
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PrinterCallback, set_seed
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 
 from verifiers_rl.advantages import AdvantageFn
-from verifiers_rl.checkpoints import Checkpoints, SavingTrainer, check_final
+from verifiers_rl.checkpoints import Checkpoints, SavingTrainer, check_final, seed_step
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.data import ExampleOrder
 from verifiers_rl.distributed import (
@@ -68,16 +69,16 @@ from verifiers_rl.packing import Microbatch, ModelSupport, collate, copy_to, pla
 from verifiers_rl.process.interrupts import Interrupted, Interrupts
 from verifiers_rl.process.terminal import print_all_characters
 from verifiers_rl.report.metrics import (
+    ShortProgress,
     StepCounts,
     StepWindow,
     TokenMeans,
     device_metrics,
     model_flops,
-    replace_progress_bar,
 )
 from verifiers_rl.report.recording import RunFiles
 from verifiers_rl.report.run_folder import enter_run_folder
-from verifiers_rl.sync.sources import gathering
+from verifiers_rl.sync.sources import base_of, gathering
 from verifiers_rl.types import Batch, BatchSource, WeightSink
 from verifiers_rl.wiring import Replaced, check_arguments, make_source_and_sink
 
@@ -113,6 +114,8 @@ class RLTrainer(SavingTrainer):
 
     args: RLConfig
     config_class = RLConfig  # the class that `vf-train` makes from [trainer.args]
+    evaluates_at_once = False  # else beside the steps
+    steps_per_epoch = 0  # 0: the run has no epochs
     # On rank 0. The other ranks have neither.
     orchestrator: BatchSource = cast(Any, None)
     weight_sync: WeightSink = cast(Any, None)
@@ -139,10 +142,13 @@ class RLTrainer(SavingTrainer):
         model = absolute_path(model)
         if processing_class is None:
             processing_class = tokenizer_of(model)
+        if not hasattr(processing_class, "pad_token_id"):  # a processor, for text and images
+            processing_class = processing_class.tokenizer
         self.loss_fn = checked(args.complete_loss(loss_fn), self)
         set_seed(args.seed)  # also determines the weights of a new adapter
         policy = load_policy(model, args, peft_config)
-        check_policy(policy, args, needs_of(self.loss_fn))
+        own_optimizer = trainer_kwargs.get("optimizers", [None])[0]
+        check_policy(policy, args, needs_of(self.loss_fn), own_optimizer)
         check_final(policy, args)
         if args.process_index == 0:
             self.orchestrator, self.weight_sync = make_source_and_sink(
@@ -168,13 +174,14 @@ class RLTrainer(SavingTrainer):
         self.checkpoints, self._files = Checkpoints(self), RunFiles(self)
         if (adaptive_kl := adaptive_kl_of(self.loss_fn)) is not None:
             self.checkpoints.kept["adaptive_kl"] = adaptive_kl
-        if args.disable_tqdm:
-            self.remove_callback(PrinterCallback)  # `RunFiles` prints
-        else:
-            replace_progress_bar(self)
-        for callback in (self.checkpoints, self._files, self._window):
+        # `RunFiles` prints lines. In a notebook, Trainer has another progress bar.
+        self.remove_callback(PrinterCallback if args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK)
+        if not args.disable_tqdm:
+            self.add_callback(ShortProgress())
+        for callback in (self._files, self._window):
             self.add_callback(callback)
-        self.callback_handler.callbacks.insert(0, self.evaluations)  # before others close files
+        # Before others close files, or fail.
+        self.callback_handler.callbacks[:0] = [self.evaluations, self.checkpoints]
 
     # --- The loss ---------------------------------------------------------------------------------
 
@@ -246,11 +253,13 @@ class RLTrainer(SavingTrainer):
             Scalar: this rank's share of the loss, times world_size. Its mean over ranks is the
             batch's loss.
         """
-        self._counts, self._metrics = StepCounts(), {}
+        self._counts, self._metrics, self._window.step_began = StepCounts(), {}, time.monotonic()
+        seed_step(self.args, self.state.global_step)
         self.batch = batch = self._next_batch()
         start = time.monotonic()
         means = TokenMeans(self._files.values_of(batch), batch.metrics)
         loss = self.train_on(model, batch, means)
+        self.checkpoints.can_repeat_step = False  # until the optimizer has changed all weights
         # This waits for the device.
         token_means = means.reduce(self._counts.num_loss_tokens)
         train_s = time.monotonic() - start
@@ -303,13 +312,11 @@ class RLTrainer(SavingTrainer):
                         loss = loss * args.world_size / denominator
                     batch_loss += loss.detach()
                     if is_last:
-                        with self.checkpoints.saving_on_error():
-                            raise_if_not_finite(batch_loss)
+                        raise_if_not_finite(batch_loss)
                         if self.is_deepspeed_enabled:  # it takes its step in this backward
                             self.checkpoints.can_repeat_step = False
                     self.accelerator.backward(loss)
-        with self.checkpoints.saving_on_error():
-            raise_if_gradient_not_finite(model)
+        raise_if_gradient_not_finite(model)
         return batch_loss
 
     def update_now(self, model: nn.Module) -> None:
@@ -430,14 +437,19 @@ class RLTrainer(SavingTrainer):
     ) -> dict[str, float]:
         """Let an evaluation begin with the next push, and go on training. Trainer calls this
         between two steps. If `metric_for_best_model` is set, as for `load_best_model_at_end`,
-        `save_strategy="best"` and early stopping, Trainer needs the result at once and gets it.
+        `save_strategy="best"` and early stopping, Trainer needs the result at once and gets it. So
+        does a callback that has asked for an evaluation (`should_evaluate`).
         """
         self.control.should_evaluate = False
         if skip_scheduler and self.state.global_step:  # eval_on_start, and the run began before
             return {}
-        if self.is_world_process_zero():
+        if self.is_world_process_zero() and not self.evaluates_at_once:
             self.evaluations.due = self.state.global_step
-        if self.args.metric_for_best_model is not None:
+        if (
+            self.evaluates_at_once
+            or self.args.metric_for_best_model
+            or self.args.eval_strategy == "no"  # a callback has asked
+        ):
             return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
         return {}  # `_next_batch` logs the result later
 
@@ -474,9 +486,11 @@ class RLTrainer(SavingTrainer):
                 broadcast_outcome(error)
                 raise
             broadcast_outcome({})
+            # Of several ranks, one may fail alone, and the others would not save with it.
+            of_all = FloatingPointError if self.args.world_size > 1 else Exception
             try:
                 result = super().train(resume, *args, **kwargs)
-            except Interrupted:
+            except (of_all, Interrupted):
                 self.checkpoints.save_or_say()
                 raise
             result = result._replace(training_loss=result.metrics["train_loss"])  # see `log`
@@ -491,14 +505,14 @@ class RLTrainer(SavingTrainer):
 
     def _base_of(self, model: Any) -> Any:
         """Return the Hugging Face model inside DDP and PEFT."""
-        model = self.accelerator.unwrap_model(model)
-        return model.get_base_model() if hasattr(model, "peft_config") else model
+        return base_of(self.accelerator.unwrap_model(model))
 
     # --- Hooks of Trainer -------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> DataLoader:
-        """Give Trainer one placeholder per step to count. The orchestrator has the data."""
-        steps = range(self.args.max_steps)  # no list, because there may be a billion
+        """Give Trainer one placeholder for each step of an epoch. The orchestrator has the data."""
+        # No list, because there may be a billion.
+        steps = range(self.steps_per_epoch or self.args.max_steps)
         return DataLoader(steps, collate_fn=lambda step: {"step": step})  # type: ignore[arg-type]
 
     def floating_point_ops(self, inputs: Any) -> int:
@@ -532,7 +546,7 @@ class RLTrainer(SavingTrainer):
             RuntimeError: on the other ranks, when the job has failed on rank 0.
         """
         model = self.accelerator.unwrap_model(self.model)
-        with self.checkpoints.saving_on_error():
+        try:
             self._interrupts.check_all(waits=True)
             try:
                 with self._serving(), gathering(model, self._lora_sync):
@@ -542,6 +556,9 @@ class RLTrainer(SavingTrainer):
                 broadcast_outcome(error)  # the others wait
                 raise
             broadcast_outcome({})
+        except Exception:
+            self.checkpoints.save_or_say()
+            raise
 
     def _retry_when_server_lost(self, job: Callable[[], None]) -> None:
         """Do a job. If the server is lost meanwhile, wait until the server is back and do it again,

@@ -4,10 +4,12 @@ verifiers, and `DatasetEnvironment` plays it.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import chain, islice
 from typing import Any
@@ -65,7 +67,10 @@ class ExampleTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
         values, scores = {**self.row, REPLY: reply}, dict[str, float]()
         for name, _, reward_fn, parameters in self.rewards:
             # A column that only other rows have is left to the parameter's default.
-            given = reward_fn(**{one: values[one] for one in parameters if one in values})
+            own = {one: values[one] for one in parameters if one in values}
+            with suppress(Exception):  # a lock in a row cannot be copied, and is shared
+                own = copy.deepcopy(own)  # others must not see what the function changes
+            given = reward_fn(**own)
             if inspect.isawaitable(given):
                 given = await given
             try:

@@ -4,7 +4,7 @@ All of vLLM's flags pass through. vf-vllm adds logprobs as sampled (`processed_l
 extension that receives weights, control routes that need the run's token, and one route for
 chats. It listens on 127.0.0.1 unless told otherwise.
 
-    server.py          flags, and the start
+    server.py          flags, and the start; flags.py: those that follow from the checkpoint
     gateway.py         who may use the server; the route for rollouts
     generation.py      a request of that route, and the lines of its reply
     weight_routes.py   a trainer that takes the server and sends weights
@@ -26,8 +26,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from verifiers_rl.inference.checkpoint import fit_to_checkpoint, model_error
+from verifiers_rl.inference.checkpoint import model_error
 from verifiers_rl.inference.client import LOOPBACK, TOKEN_VARIABLE, keep_alive, save_token
+from verifiers_rl.inference.flags import fit_to_checkpoint
 from verifiers_rl.inference.generation import NUM_TIES
 from verifiers_rl.inference.plugin import SERVER_PID, end_with_server
 from verifiers_rl.inference.port import PortError, reserve_port

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback
-from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+from transformers import TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
 from verifiers_rl.distributed import reduce_over_ranks
@@ -229,20 +228,18 @@ class StepWindow(TrainerCallback):
 
     Attributes:
         steps: their metrics.
+        step_began: when the step that runs has begun, by the monotonic clock.
         left_out: metrics of this name are not logged.
     """
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
         self.left_out: tuple[str, ...] = ()
-        self._step_began, self._is_first, self._num_uniform = 0.0, True, 0
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._step_began = time.monotonic()
+        self.step_began, self._is_first, self._num_uniform = 0.0, True, 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         metrics = self.steps[-1]
-        metrics["step_s"] = time.monotonic() - self._step_began
+        metrics["step_s"] = time.monotonic() - self.step_began
         # No advantage_fn has made a difference of its own.
         is_uniform = metrics.get("uniform_group_share") == 1.0 and not metrics.get("advantage_abs")
         self._num_uniform = self._num_uniform + 1 if is_uniform else 0
@@ -385,9 +382,3 @@ class ShortProgress(ProgressCallback):
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         with showing("the progress bar"):
             super().on_step_end(*args, **kwargs)
-
-
-def replace_progress_bar(trainer: Trainer) -> None:
-    """Put our progress bar in place of Trainer's."""
-    trainer.remove_callback(DEFAULT_PROGRESS_CALLBACK)  # in a notebook another one
-    trainer.add_callback(ShortProgress())

@@ -20,8 +20,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel
 
 from verifiers_rl.config import ConfigError
 from verifiers_rl.data import example_index
@@ -119,6 +118,7 @@ class SFTTrainer(RLTrainer):
 
     args: SFTConfig
     config_class = SFTConfig
+    evaluates_at_once = True
 
     def __init__(
         self,
@@ -162,9 +162,9 @@ class SFTTrainer(RLTrainer):
             if eval_dataset is not None:
                 self._held_out = make_samples(tokens.of_rows(eval_dataset, "for evaluations"))
         found = broadcast_outcome({"num_rows": len(source.rows), "ends": ends})
-        self._steps_per_epoch = math.ceil(found["num_rows"] / args.batch_size)
+        self.steps_per_epoch = math.ceil(found["num_rows"] / args.batch_size)
         if args.max_steps == -1:
-            self.args.max_steps = math.ceil(args.num_train_epochs * self._steps_per_epoch)
+            self.args.max_steps = math.ceil(args.num_train_epochs * self.steps_per_epoch)
         self._let_servers_stop_at(found["ends"])
 
     def _let_servers_stop_at(self, ends: list[int]) -> None:
@@ -193,11 +193,6 @@ class SFTTrainer(RLTrainer):
     def push_weights(self) -> None:
         """Send nothing, because there is no server."""
 
-    def get_train_dataloader(self) -> DataLoader:
-        """Give Trainer a placeholder for each step of an epoch."""
-        steps = [{"step": step} for step in range(self._steps_per_epoch)]
-        return DataLoader(steps, batch_size=1)  # type: ignore[arg-type]
-
     # --- Evaluation -------------------------------------------------------------------------------
 
     def evaluate(
@@ -210,24 +205,11 @@ class SFTTrainer(RLTrainer):
         if eval_dataset is not None or self._held_out is None:
             raise ConfigError("evaluate() takes the rows of SFTTrainer(eval_dataset=...)")
         start = time.monotonic()
-        with self.checkpoints.saving_on_error():
-            loss = self.held_out_loss()
-        metrics = {
-            f"{metric_key_prefix}_loss": loss,
-            f"{metric_key_prefix}_loss_s": time.monotonic() - start,
+        self.evaluations.ended[self.state.global_step] = {
+            "loss": self.held_out_loss(),
+            "loss_s": time.monotonic() - start,
         }
-        self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(
-            self.args, self.state, self.control, metrics
-        )
-        return metrics
-
-    def _evaluate(
-        self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
-    ) -> dict[str, float]:
-        if skip_scheduler and self.state.global_step:  # eval_on_start, and the run began before
-            return {}
-        return Trainer._evaluate(self, trial, ignore_keys_for_eval, skip_scheduler)
+        return self.evaluations.log_ended(metric_key_prefix)
 
     def held_out_loss(self) -> float:
         """Return the mean cross entropy, in nats, of the loss tokens of the held-out rows. Every

@@ -120,6 +120,11 @@ def _check_values(config: Any, allowed: dict[str, tuple[Any, ...]], reason: str)
             raise ConfigError(f"peft_config.{name}={value!r}: {reason}")
 
 
+def base_of(model: Any) -> Any:
+    """Return the Hugging Face model inside PEFT, or the model itself."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
 # --- What travels ---------------------------------------------------------------------------------
 
 
@@ -183,7 +188,7 @@ def adapter_sources(model: Any) -> tuple[dict[str, Source], AdapterConfig]:
     config["target_modules"] = [targets] if isinstance(targets, str) else sorted(targets)
     # Not from model.state_dict(): ZeRO-3 can gather the parameters themselves only.
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    tensors = get_peft_model_state_dict(model, state_dict=parameters)
+    tensors = get_peft_model_state_dict(model, state_dict=parameters, save_embedding_layers=False)
     return {name: source_of(tensor) for name, tensor in tensors.items()}, AdapterConfig(**config)
 
 
