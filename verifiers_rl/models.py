@@ -29,8 +29,9 @@ from transformers.models.auto.modeling_auto import (
 
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.inference.checkpoint import NUM_EXPERTS
+from verifiers_rl.process.terminal import show
 from verifiers_rl.router_replay import routers_of
-from verifiers_rl.sync.sources import check_reference, text_parameters
+from verifiers_rl.sync.sources import base_model, check_reference, text_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ def load_policy(model: Any, args: RLConfig, peft_config: Any = None) -> Any:
         is_half = parameter.dtype in (torch.bfloat16, torch.float16)
         if parameter.requires_grad and is_half and not hasattr(parameter, "ds_id"):
             parameter.data = parameter.data.float()
-    base = policy.get_base_model() if hasattr(policy, "peft_config") else policy
+    base = base_model(policy)
     config = base.config.get_text_config()
     if getattr(config, "output_router_logits", False):
         # The model would take it beside a mask of another form.
@@ -99,7 +100,7 @@ def _load(model: Any, args: RLConfig, peft_config: Any) -> Any:
     if hasattr(model, "peft_config"):
         return model
     if num_frozen := freeze_all_but_text(model):
-        logger.info("%.1f M weights beside the text model stay as they are", num_frozen / 1e6)
+        logger.info(f"{num_frozen / 1e6:.1f} M weights beside the text model stay as they are")
     if peft_config is None and not args.use_lora:
         if any(hasattr(p, "ds_id") for p in model.parameters()):
             return model  # loaded under ZeRO-3: DeepSpeed keeps the master weights
@@ -153,7 +154,7 @@ def _load_base(model: str, dtype: torch.dtype, revision: str | None = None) -> A
 
 
 def _set_attention(model: Any, implementation: str | None) -> None:
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    base = base_model(model)
     before = base.config._attn_implementation
     if implementation is None or before == implementation:
         return
@@ -242,7 +243,7 @@ def switch_off_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
                 switched_off.add(type(module).__name__)
     if switched_off:
-        logger.warning("dropout of the model is switched off in %s", sorted(switched_off))
+        logger.warning(f"dropout of the model is switched off in {sorted(switched_off)}")
 
 
 def _unties(model: Any) -> bool:
@@ -266,12 +267,12 @@ def check_policy(model: Any, args: RLConfig, needs: Collection[str] = ()) -> Non
         needs: what the loss needs, see `losses.needs_of`.
     """
     if args.process_index == 0 and hasattr(model, "peft_config"):
-        model.print_trainable_parameters()
+        show(model.print_trainable_parameters)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
             "model: all its weights are frozen; PeftModel.from_pretrained needs is_trainable=True"
         )
-    if hasattr(model, "peft_config") and _unties(model):
+    if _unties(model):
         raise ConfigError(
             "the adapter changes a weight that this model uses twice, such as for its embedding "
             "and its head, as do the server and a saved model: leave it out of "

@@ -40,7 +40,7 @@ import torch
 from peft.helpers import disable_input_dtype_casting
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, PrinterCallback, set_seed
+from transformers import PreTrainedModel, set_seed
 
 from verifiers_rl.advantages import AdvantageFn
 from verifiers_rl.checkpoints import Checkpoints, SavingTrainer, check_final
@@ -68,16 +68,16 @@ from verifiers_rl.packing import Microbatch, ModelSupport, collate, copy_to, pla
 from verifiers_rl.process.interrupts import Interrupted, Interrupts
 from verifiers_rl.process.terminal import print_all_characters
 from verifiers_rl.report.metrics import (
+    ShortProgress,
     StepCounts,
     StepWindow,
     TokenMeans,
     device_metrics,
     model_flops,
-    replace_progress_bar,
 )
 from verifiers_rl.report.recording import RunFiles
 from verifiers_rl.report.run_folder import enter_run_folder
-from verifiers_rl.sync.sources import gathering
+from verifiers_rl.sync.sources import base_model, gathering
 from verifiers_rl.types import Batch, BatchSource, WeightSink
 from verifiers_rl.wiring import Replaced, check_arguments, make_source_and_sink
 
@@ -116,6 +116,7 @@ class RLTrainer(SavingTrainer):
     # On rank 0. The other ranks have neither.
     orchestrator: BatchSource = cast(Any, None)
     weight_sync: WeightSink = cast(Any, None)
+    _steps_per_epoch = 0  # all of max_steps
 
     def __init__(
         self,
@@ -168,10 +169,10 @@ class RLTrainer(SavingTrainer):
         self.checkpoints, self._files = Checkpoints(self), RunFiles(self)
         if (adaptive_kl := adaptive_kl_of(self.loss_fn)) is not None:
             self.checkpoints.kept["adaptive_kl"] = adaptive_kl
-        if args.disable_tqdm:
-            self.remove_callback(PrinterCallback)  # `RunFiles` prints
-        else:
-            replace_progress_bar(self)
+        # Trainer's own progress bar or printer, which it adds last. `RunFiles` prints.
+        self.callback_handler.callbacks.pop()
+        if not args.disable_tqdm:
+            self.add_callback(ShortProgress())
         for callback in (self.checkpoints, self._files, self._window):
             self.add_callback(callback)
         self.callback_handler.callbacks.insert(0, self.evaluations)  # before others close files
@@ -461,7 +462,9 @@ class RLTrainer(SavingTrainer):
             raise RuntimeError(
                 "with DeepSpeed, train() works once per RLTrainer; make a new one, or resume"
             )
-        resume, hosts = enter_run_folder(self.args, resume_from_checkpoint), host_group()
+        adapter = getattr(self.model, "peft_config", {}).get("default")
+        resume = enter_run_folder(self.args, resume_from_checkpoint, adapter)
+        hosts = host_group()
         with (
             self._interrupts.handled(hosts, self.is_world_process_zero()),
             ExitStack() as parts,
@@ -491,14 +494,16 @@ class RLTrainer(SavingTrainer):
 
     def _base_of(self, model: Any) -> Any:
         """Return the Hugging Face model inside DDP and PEFT."""
-        model = self.accelerator.unwrap_model(model)
-        return model.get_base_model() if hasattr(model, "peft_config") else model
+        return base_model(self.accelerator.unwrap_model(model))
 
     # --- Hooks of Trainer -------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> DataLoader:
-        """Give Trainer one placeholder per step to count. The orchestrator has the data."""
-        steps = range(self.args.max_steps)  # no list, because there may be a billion
+        """Give Trainer one placeholder per step of an epoch to count. The orchestrator has the
+        data.
+        """
+        # No list, because there may be a billion.
+        steps = range(self._steps_per_epoch or self.args.max_steps)
         return DataLoader(steps, collate_fn=lambda step: {"step": step})  # type: ignore[arg-type]
 
     def floating_point_ops(self, inputs: Any) -> int:
@@ -557,7 +562,7 @@ class RLTrainer(SavingTrainer):
             except ServerLostError as error:
                 if not attempts_left:
                     raise
-                logger.warning("%s; waiting for it to come back", error)
+                logger.warning(f"{error}; waiting for it to come back")
                 self.orchestrator.discard()
                 self.evaluations.begin_again()
                 self.weight_sync.wait_for_server()

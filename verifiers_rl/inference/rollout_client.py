@@ -125,15 +125,13 @@ class ServerClient:
         tokens = {"tokens": pack_ids(prompt_ids), "messages": [{"role": "user", "content": "."}]}
         body = {**body, **tokens}
         wants_experts = body.pop("routed_experts", False)  # the server's flag returns them
-        seed = rollout.next_seed()
-        seed = body.pop("seed", seed)
+        seed = body.pop("seed", rollout.next_seed())
         base = self.base_url if rollout.url is None else f"{rollout.url}/v1"
         url = f"{base}/chat/completions/tokens"
         # A server that starts anew may have another key.
         headers = {"Authorization": f"Bearer {generation_key(base)}"}
         try:
-            asked = url, body, seed, headers
-            line = await self._ask_with_others(*asked) if is_first else None
+            line = await self._ask_with_others(url, body, seed, headers) if is_first else None
             if line is None:
                 line = await self._ask(url, json.dumps(body | {SEEDS: [seed]}), headers)
             _, spans, reply = line.split(b" ", 2)

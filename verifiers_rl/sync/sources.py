@@ -137,6 +137,11 @@ def what_to_send(
     return adapter_sources(model)
 
 
+def base_model(model: Any) -> Any:
+    """Return the Hugging Face model that has the adapter of a PEFT model; another one as it is."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
 def text_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of the text model by name, in the model's order, each once."""
     parts, any_model = [model], cast(Any, model)
