@@ -203,7 +203,8 @@ def test_every_sampled_token_of_several_turns_is_trained_once(server, tmp_path, 
 def test_a_reply_ends_at_a_stop_string_whose_tokens_are_trained(
     server, tokenizer, tmp_path, roll_out, is_kept
 ):
-    stop = {"stop": [";", "#"], "include_stop_str_in_output": is_kept}
+    # More than vLLM's own limit of four.
+    stop = {"stop": [";", "#", *map(str, range(4))], "include_stop_str_in_output": is_kept}
     ((rollout, replies),) = roll_out(make_args(server, tmp_path, **stop), ["one#two;"], 1)
     assert rollout.num_turns == 3 and not rollout.is_truncated
     for *_, reply in replies:
