@@ -24,7 +24,7 @@ from verifiers_rl.inference.client import generation_key, keep_alive
 from verifiers_rl.inference.packed_tokens import (
     FIELD,
     SEEDS,
-    pack_ids,
+    pack_numbers,
     unpack_experts,
     unpack_mask,
     unpack_sampled,
@@ -122,7 +122,10 @@ class ServerClient:
         """
         rollout = self._rollout
         # vLLM renders messages all the same, so it gets a short one.
-        tokens = {"tokens": pack_ids(prompt_ids), "messages": [{"role": "user", "content": "."}]}
+        tokens = {
+            "tokens": pack_numbers(prompt_ids),
+            "messages": [{"role": "user", "content": "."}],
+        }
         body = {**body, **tokens}
         wants_experts = body.pop("routed_experts", False)  # the server's flag returns them
         seed = body.pop("seed", rollout.next_seed())
