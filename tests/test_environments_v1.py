@@ -387,7 +387,7 @@ def test_a_forfeit_before_the_other_has_a_turn_is_punished(play):
     assert (loser.advantage, other.advantage) == (-5.0, 5.0)
     (sample,) = loser.samples
     assert set(sample.advantages[sample.loss_mask]) == {-5.0}
-    metrics = batch_metrics([group])
+    metrics = batch_metrics([group], 2)
     assert metrics["broken_turn_share"] == 0.0 and metrics["num_turns"] == 1.0
 
 
