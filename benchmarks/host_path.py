@@ -221,7 +221,7 @@ def cost_in_server(way: str, num_rollouts: int, length: int) -> dict[str, float]
     from examples.warm_start import make_tokenizer
     from verifiers_rl.inference.engine import keep_arrays
     from verifiers_rl.inference.generation import TokenRequest
-    from verifiers_rl.inference.packed_tokens import pack_ids
+    from verifiers_rl.inference.packed_tokens import pack_numbers
 
     tokenizer = make_tokenizer()
     asked: Any = SimpleNamespace(sampling_params=SamplingParams(logprobs=0))
@@ -230,7 +230,7 @@ def cost_in_server(way: str, num_rollouts: int, length: int) -> dict[str, float]
 
     def serve(token_ids: np.ndarray, logprobs: np.ndarray) -> bytes:
         is_packed = way == "after"
-        fields = {"tokens": pack_ids([1]), "seeds": [None]}
+        fields = {"tokens": pack_numbers([1]), "seeds": [None]}
         request = TokenRequest(fields, VOCAB, 2 * MAX_TOKENS)
         processor = LogprobsProcessor.from_new_request(tokenizer, asked)
         if is_packed:

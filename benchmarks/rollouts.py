@@ -190,13 +190,13 @@ class Bench:
         from rollouts import rollout  # not __main__, whose Talk verifiers does not run
 
         from verifiers_rl.inference import ServerClient
-        from verifiers_rl.inference.packed_tokens import pack_ids
+        from verifiers_rl.inference.packed_tokens import pack_numbers
 
         conversations: dict[Any, list[Any]] = {}
         reply_to, message = ServerClient.reply_to, {"role": "user", "content": "."}
 
         async def recording(client: Any, body: Any, prompt_ids: Any, **kwargs: Any) -> Any:
-            sent = {"tokens": pack_ids(prompt_ids), "seeds": [None], "messages": [message]}
+            sent = {"tokens": pack_numbers(prompt_ids), "seeds": [None], "messages": [message]}
             conversations.setdefault(rollout.get(), []).append(body | sent)
             return await reply_to(client, body, prompt_ids, **kwargs)
 

@@ -72,7 +72,7 @@ def serve(folder: str) -> None:
     from aiohttp import web
     from transformers import AutoTokenizer
 
-    from verifiers_rl.inference.packed_tokens import pack_sampled, unpack_ids
+    from verifiers_rl.inference.packed_tokens import pack_sampled, unpack_numbers
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     (result,) = tokenizer("<|tool|>", add_special_tokens=False).input_ids
@@ -94,7 +94,7 @@ def serve(folder: str) -> None:
 
     async def answer(request: web.Request) -> web.Response:
         body = await request.json()
-        has_result = result in unpack_ids(body["tokens"])
+        has_result = result in unpack_numbers(body["tokens"])
         finish = "tool_calls" if body.get("tools") and not has_result else "stop"
         places = range(len(body["seeds"]))
         return web.Response(body=b"".join(b"%d 0:0 %b\n" % (n, replies[finish]) for n in places))

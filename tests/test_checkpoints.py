@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import signal
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 
@@ -424,23 +425,44 @@ def test_a_damaged_checkpoint_is_refused_with_its_file_and_an_older_one_offered(
 
 
 @pytest.mark.parametrize(
-    "name, value",
+    "name, value, own",
     [
-        ("use_lora", False),
-        ("lora_rank", 8),
-        ("lora_alpha", 3200),
-        ("lora_use_rslora", True),
-        ("optim", "sgd"),
-        ("lora_target_modules", ["q_proj"]),
-        ("lora_modules_to_save", ["lm_head"]),
-        ("TRAINER", "SFTTrainer"),
+        ("use_lora", False, {}),
+        ("r", 8, {"lora_rank": 8}),
+        ("lora_alpha", 3200, {}),
+        ("use_rslora", True, {"lora_use_rslora": True}),
+        ("optim", "sgd", {}),
+        ("target_modules", ["q_proj"], {"lora_target_modules": ["q_proj"]}),
+        ("modules_to_save", ["lm_head"], {"lora_modules_to_save": ["lm_head"]}),
+        ("TRAINER", "SFTTrainer", None),
     ],
 )
-def test_a_checkpoint_of_other_weights_or_another_kind_of_run_is_refused(make_run, name, value):
+def test_a_checkpoint_of_other_weights_or_another_kind_of_run_is_refused(
+    make_run, name, value, own
+):
     make_run(max_steps=1, save_steps=1, use_lora=True).train()
-    trainer = make_run(max_steps=2, use_lora=True)
-    setattr(trainer.args, name, value)
+    changed = {} if own is None else own or {name: value}
+    trainer = make_run(max_steps=2, **{"use_lora": True, **changed})
+    if own is None:
+        setattr(trainer.args, name, value)
     with pytest.raises(RunFolderError, match=rf"{name}=.*checkpoint-1 is of a run with .*as its"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ({"r": 8}, "r=8: .* of a run with 4. Resume with that .*peft_config"),
+        ({"lora_alpha": 99}, "lora_alpha=99: .* of a run with 8"),
+        ({"target_modules": ["v_proj"]}, r"target_modules={'v_proj'}: .* of a run with {'q_proj'}"),
+        ({"lora_dropout": 0.1}, None),  # which a resumed run may change
+    ],
+)
+def test_a_checkpoint_of_an_adapter_of_another_peft_config_is_refused(make_run, changed, said):
+    before = {"task_type": "CAUSAL_LM", "r": 4, "target_modules": ["q_proj"]}
+    make_run(max_steps=1, save_steps=1, peft_config=LoraConfig(**before)).train()
+    trainer = make_run(max_steps=2, peft_config=LoraConfig(**before | changed))
+    with pytest.raises(RunFolderError, match=said) if said else nullcontext():
         trainer.train(resume_from_checkpoint=True)
 
 

@@ -12,7 +12,7 @@ from aiohttp import web
 from tests.serving import chat_reply, serving
 from verifiers_rl.inference import RolloutSession, ServerClient, derive_seed, rollout_client
 from verifiers_rl.inference.client import TOKEN_VARIABLE
-from verifiers_rl.inference.packed_tokens import pack_sampled, unpack_ids
+from verifiers_rl.inference.packed_tokens import pack_sampled, unpack_numbers
 
 TOKENS_PATH = "/v1/chat/completions/tokens"
 REPLY = {**chat_reply("yes"), "packed_tokens": pack_sampled([5], np.zeros(1))}
@@ -87,7 +87,7 @@ def test_a_lost_connection_an_error_or_a_busy_server_is_tried_again(monkeypatch,
     assert len(handler.requests) == len(outcomes)
     for headers, body in handler.requests:
         assert headers["Authorization"] == "Bearer secret"
-        assert body["model"] == "m" and unpack_ids(body["tokens"]).tolist() == [5]
+        assert body["model"] == "m" and unpack_numbers(body["tokens"]).tolist() == [5]
 
 
 @pytest.mark.parametrize(

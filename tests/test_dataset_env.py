@@ -171,6 +171,8 @@ def test_several_rewards_are_summed_by_weight_and_each_is_kept(play, kind, weigh
         ([short, short], None, r"\['short', 'short'\]; give each a name of its own"),
         ([exact, reward], None, "and none 'reward'"),  # their sum has that name
         ([exact, "short"], None, r"'short'\] is no function"),
+        ([exact, short], [[1], [1, 2]], r"weights=\[\[1\], \[1, 2\]\]: must be as many numbers"),
+        (max, None, "function 'max' does not say what its parameters are; put a function of yours"),
         (lambda completions, **row: 1, None, "'completions', .* mean 'completion'"),
         (lambda answer, /: 1, None, "'answer', which is no column that can be passed by its name"),
     ],
@@ -228,6 +230,8 @@ def test_evaluations_may_have_rows_of_their_own():
         ([{"prompt": [CHAT[0] | {"role": "system"}], "answer": ""}], "row 0: .*leave system_pro"),
         ([["a"]], "row 0 is a list"),
         ([ROWS[0] | {"completion": "5"}], "'completion'.* another name"),
+        ([ROWS[0] | {"self": 5}], "a column 'self', which no reward function can get by this name"),
+        (pandas.DataFrame([["a", "5", 1]], columns=["prompt", "answer", 7]), "a column 7, which"),
         (
             pyarrow.table([["a"], ["5"], ["6"]], names=["prompt", "answer", "answer"]),
             r"columns of one name among \['prompt', 'answer'\]; rename",
@@ -306,11 +310,16 @@ def test_what_a_partial_has_bound_is_not_replaced_by_a_column():
     assert scores(env_from(rows, partial(of_all, answer="5"))) == [{"of_all": 1.0}]
 
 
-def test_a_prompt_may_have_tool_calls_as_openai_has_them():
+def test_a_prompt_may_have_tool_calls_as_openai_has_them(tmp_path):
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
     said = [{"role": "assistant", "content": None, "tool_calls": [call]}]
     answer = [{"role": "tool", "tool_call_id": "1", "content": "5"}]
-    (task,) = env_from([{"prompt": CHAT + said + answer}], lambda completion: 1.0)
-    assert task.data.prompt[1].tool_calls[0].name == "add"
+    rows = [{"prompt": CHAT + said + answer}]
+    # As pandas reads them back: arrays, in which each object has the keys of all.
+    pandas.DataFrame(rows).to_parquet(tmp_path / "rows.parquet")
+    for dataset in (rows, pandas.read_parquet(tmp_path / "rows.parquet")):
+        (task,) = env_from(dataset, lambda completion: 1.0)
+        assert [message.role for message in task.data.prompt] == ["user", "assistant", "tool"]
+        assert task.data.prompt[1].tool_calls[0].name == "add"
     with pytest.raises(InvalidEnvironmentError, match=r"row 0: prompt=.*'developer'.*Input"):
         env_from([{"prompt": [{"role": "developer", "content": "hi"}]}], lambda completion: 1.0)

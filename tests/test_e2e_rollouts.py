@@ -22,7 +22,7 @@ from verifiers_rl.envs.make import make_runner
 from verifiers_rl.envs.v1_loading import load_v1_environment
 from verifiers_rl.inference import RolloutSession, ServerClient
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient
-from verifiers_rl.inference.packed_tokens import pack_ids
+from verifiers_rl.inference.packed_tokens import pack_numbers
 
 pytestmark = pytest.mark.e2e
 
@@ -203,7 +203,8 @@ def test_every_sampled_token_of_several_turns_is_trained_once(server, tmp_path, 
 def test_a_reply_ends_at_a_stop_string_whose_tokens_are_trained(
     server, tokenizer, tmp_path, roll_out, is_kept
 ):
-    stop = {"stop": [";", "#"], "include_stop_str_in_output": is_kept}
+    # More than vLLM's own limit of four.
+    stop = {"stop": [";", "#", *map(str, range(4))], "include_stop_str_in_output": is_kept}
     ((rollout, replies),) = roll_out(make_args(server, tmp_path, **stop), ["one#two;"], 1)
     assert rollout.num_turns == 3 and not rollout.is_truncated
     for *_, reply in replies:
@@ -246,7 +247,7 @@ def test_the_tokens_route_prompts_with_these_tokens_and_others_need_the_token(se
     body |= {"max_tokens": 30, "ignore_eos": True}
     # A reply ends where the context does.
     for tokens, num_sampled in (([5, 6, 7], 30), ([5] * 390, 10)):
-        status, reply = post(server, body | {"tokens": pack_ids(tokens), "seeds": [None]})
+        status, reply = post(server, body | {"tokens": pack_numbers(tokens), "seeds": [None]})
         assert status == 200, reply
         usage = json.loads(reply.split(" ", 2)[2])["usage"]
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(tokens), num_sampled)

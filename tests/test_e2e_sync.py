@@ -32,7 +32,7 @@ from tests.helpers import (
 )
 from verifiers_rl import RLConfig, RLTrainer, cispo
 from verifiers_rl.inference import InferenceClient, InferenceServerError, ServerLostError
-from verifiers_rl.inference.packed_tokens import pack_ids, unpack_sampled
+from verifiers_rl.inference.packed_tokens import pack_numbers, unpack_sampled
 from verifiers_rl.models import load_policy
 from verifiers_rl.router_replay import routers_of
 from verifiers_rl.sync import WeightSync
@@ -135,7 +135,7 @@ def ask(server, model_name, engine=0, prompt=PROMPT[:40], seed=None, **options):
     80 tokens, unless the options say otherwise. That takes long enough for a push in its middle.
     """
     body = {"model": model_name, "messages": [{"role": "user", "content": "."}]}
-    body |= {"tokens": pack_ids(prompt), "seeds": [seed], "max_tokens": 80, "temperature": 1.0}
+    body |= {"tokens": pack_numbers(prompt), "seeds": [seed], "max_tokens": 80, "temperature": 1.0}
     headers = {"X-data-parallel-rank": str(engine)} if engine else {}
     url = f"{server.url}/v1/chat/completions/tokens"
     body |= {"ignore_eos": True, **options}

@@ -31,21 +31,21 @@ def runner_of(env, **options):
 
 def test_a_group_that_failed_is_not_uniform():
     groups = [scored("a", math.nan, math.nan), scored("a", 0.0, 1.0)]
-    assert batch_metrics(groups)["uniform_group_share"] == 0
-    assert batch_metrics([*groups, scored("a", 1.0, 1.0)])["uniform_group_share"] == 0.5
+    assert batch_metrics(groups, 2)["uniform_group_share"] == 0
+    assert batch_metrics([*groups, scored("a", 1.0, 1.0)], 2)["uniform_group_share"] == 0.5
 
 
 def test_metrics_of_several_environments_are_kept_apart():
     groups = [scored("a", 1.0, 0.0), scored("b", 4.0, math.nan, score=0.7)]
-    metrics = batch_metrics(groups)
+    metrics = batch_metrics(groups, 2)
     assert (metrics["reward"], metrics["a/reward"], metrics["b/reward"]) == (5 / 3, 0.5, 4.0)
     assert (metrics["a/score"], metrics["b/score"]) == pytest.approx((0.5, 0.7))
     assert (metrics["error_share"], metrics["b/error_share"]) == (0.25, 0.5)
     assert metrics["a/group_share"] == 0.5 and metrics["broken_turn_share"] == 0.0
-    evaluated = evaluation_metrics(groups)
+    evaluated = evaluation_metrics(groups, 2)
     assert (evaluated["reward"], evaluated["b/reward"]) == (1.25, 2.0)
     # Two samples of two turns: each second turn started anew.
-    alone = batch_metrics([scored("a", 1.0, num_samples=2)])
+    alone = batch_metrics([scored("a", 1.0, num_samples=2)], 1)
     assert alone["broken_turn_share"] == 1.0
     assert alone["a/score"] == 0.5 and "a/reward" not in alone
 
@@ -62,31 +62,31 @@ def of_agents(**rewards):
     return group
 
 
-def test_a_failed_episode_counts_as_a_rollout_of_each_agent():
+def test_a_failed_episode_counts_as_one_whoever_plays_in_the_others():
     groups = [[*of_agents(first=4.0, second=2.0), failed()], [failed(), failed()]]
     # Four episodes of two agents, of which one has ended.
-    expected = {"reward": 6 / 8, "error_share": 3 / 4, "num_rollouts": 8, "pass@2": 1 / 2}
+    expected = {"reward": 3 / 4, "error_share": 3 / 4, "num_rollouts": 4, "pass@2": 1 / 2}
     expected |= {"first/reward": 4.0, "second/reward": 2.0}
-    found = evaluation_metrics(groups)
+    found = evaluation_metrics(groups, 2)
     assert {name: found[name] for name in expected} == expected
-    assert batch_metrics(groups)["error_share"] == 3 / 4
-    # With another environment of one agent beside it.
-    mixed = evaluation_metrics([*groups, scored("b", 1.0, math.nan)])
-    assert (mixed["reward"], mixed["num_rollouts"]) == (7 / 10, 10)
-    assert (mixed["a/reward"], mixed["b/reward"]) == (6 / 8, 1 / 2)
-    # Where none has ended, nobody knows how many agents there are.
-    assert evaluation_metrics([[failed(), failed()]])["num_rollouts"] == 2
+    assert batch_metrics(groups, 2)["error_share"] == 3 / 4
+    # Each episode is played by one of the agents.
+    chosen = [[*of_agents(first=1.0), *of_agents(second=1.0), failed(), *of_agents(first=1.0)]]
+    found = evaluation_metrics(chosen, 4)
+    assert (found["reward"], found["error_share"], found["pass@4"]) == (0.75, 0.25, 1.0)
+    assert batch_metrics(chosen, 4)["error_share"] == 0.25
+    assert evaluation_metrics([[failed(), failed()]], 2)["reward"] == 0.0
 
 
 def test_the_mean_of_a_metric_is_over_the_rollouts_that_have_it():
     groups = [[*of_agents(first=1.0, second=-1.0), *of_agents(first=1.0, second=-1.0)]]
     groups[0][0].metrics = {"bluffed": 0.5}
-    assert batch_metrics(groups)["a/bluffed"] == 0.75
-    assert evaluation_metrics(groups)["bluffed"] == 0.75
+    assert batch_metrics(groups, 2)["a/bluffed"] == 0.75
+    assert evaluation_metrics(groups, 2)["bluffed"] == 0.75
     # A rollout that failed counts as 0.
     with_failed = [[*groups[0], failed(), failed()]]
-    assert batch_metrics(with_failed)["a/bluffed"] == 0.75
-    assert evaluation_metrics(with_failed)["bluffed"] == 0.375
+    assert batch_metrics(with_failed, 4)["a/bluffed"] == 0.75
+    assert evaluation_metrics(with_failed, 4)["bluffed"] == 0.375
 
 
 def test_a_score_that_is_named_like_another_number_gets_a_name_of_its_own(caplog):
@@ -96,23 +96,23 @@ def test_a_score_that_is_named_like_another_number_gets_a_name_of_its_own(caplog
         rollout.metrics = {name: 10.0 + number for number, name in enumerate(names)}
     renamed = {name: f"{name}_score" for name in names if name != "own"}
     renamed["reward_score"] = "reward_score_score"
-    found = evaluation_metrics([group])
+    found = evaluation_metrics([group], 2)
     assert [found[renamed.get(name, name)] for name in names] == [10.0 + n for n in range(8)]
     assert (found["reward"], found["num_rollouts"], found["pass@2"]) == (0.5, 2, 1.0)
     assert not {"runtime", "wait_s", "loss"} & {*found}
     lines = caplog.text.splitlines()
     assert len(lines) == 7 and "metric 'runtime' is logged as 'runtime_score', because" in lines[5]
     # In training it has the same name.
-    batch = batch_metrics([group])
+    batch = batch_metrics([group], 2)
     assert [batch[f"a/{renamed.get(name, name)}"] for name in names] == [10.0 + n for n in range(8)]
-    several = batch_metrics([group, scored("b", 1.0)])
+    several = batch_metrics([group, scored("b", 1.0)], 2)
     assert (several["a/reward"], several["a/reward_score"]) == (0.5, 10.0)
     # It is said once; and where the only score is the reward, there is no second name for it.
     assert len(caplog.text.splitlines()) == 7
     for rollout in group:
         rollout.metrics = {"reward": rollout.reward}
-    assert "reward_score" not in evaluation_metrics([group])
-    assert "a/reward_score" not in batch_metrics([group])
+    assert "reward_score" not in evaluation_metrics([group], 2)
+    assert "a/reward_score" not in batch_metrics([group], 2)
 
 
 def test_a_runner_of_ones_own_is_run_as_it_is(capsys):

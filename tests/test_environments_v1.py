@@ -33,7 +33,7 @@ from verifiers_rl.envs.v1 import V1Environment, turns_of_trace
 from verifiers_rl.envs.v1_client import Said
 from verifiers_rl.envs.v1_loading import load_v1_environment
 from verifiers_rl.inference import ChatReply, ServerLostError
-from verifiers_rl.inference.packed_tokens import pack_sampled, unpack_ids
+from verifiers_rl.inference.packed_tokens import pack_sampled, unpack_numbers
 from verifiers_rl.report.means import batch_metrics
 from verifiers_rl.requests import Places
 from verifiers_rl.types import Rollout, Sample
@@ -89,7 +89,7 @@ class Server:
 
     async def answer(self, request):
         body = await request.json()
-        body["tokens"] = unpack_ids(body["tokens"]).tolist()
+        body["tokens"] = unpack_numbers(body["tokens"]).tolist()
         text, finish, calls = self.say(self.tokenizer.decode(body["tokens"])), "stop", []
         version = len(self.requests)
         if not isinstance(text, str):
@@ -387,7 +387,7 @@ def test_a_forfeit_before_the_other_has_a_turn_is_punished(play):
     assert (loser.advantage, other.advantage) == (-5.0, 5.0)
     (sample,) = loser.samples
     assert set(sample.advantages[sample.loss_mask]) == {-5.0}
-    metrics = batch_metrics([group])
+    metrics = batch_metrics([group], 2)
     assert metrics["broken_turn_share"] == 0.0 and metrics["num_turns"] == 1.0
 
 

@@ -21,7 +21,8 @@ from verifiers_rl.cli.children import LocalChild
 from verifiers_rl.cli.config import load_run_config
 from verifiers_rl.cli.plan import SERVERS_VARIABLE, assign_gpus, plan_servers
 from verifiers_rl.envs.played import PlayedEnvironment
-from verifiers_rl.sft.conversations import Tokenization, read_dataset, without_none
+from verifiers_rl.envs.records import without_none
+from verifiers_rl.sft.conversations import Tokenization, read_dataset
 from verifiers_rl.sft.generate import (
     Endpoint,
     GenerationError,

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.helpers import run_python, running_python
-from verifiers_rl.process import interrupts as module
+from verifiers_rl.process.ending import handle_signals
 from verifiers_rl.process.interrupts import Interrupted, Interrupts, raise_if_interrupted
 from verifiers_rl.process.waiting import wait_until
 
@@ -36,7 +36,7 @@ def test_a_sighup_that_nohup_has_switched_off_stays_off(monkeypatch):
                 signal.SIGHUP: signal.SIG_IGN}  # fmt: skip
     monkeypatch.setattr(signal, "getsignal", handlers.get)
     monkeypatch.setattr(signal, "signal", handlers.__setitem__)
-    module.handle_signals("ours")
+    handle_signals("ours")
     assert [*handlers.values()] == ["ours", "ours", signal.SIG_IGN]
 
 

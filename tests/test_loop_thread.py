@@ -2,11 +2,17 @@
 
 import asyncio
 import gc
+from functools import partial
 
 import pytest
 
 from tests.helpers import run_python
-from verifiers_rl.process.loop_thread import contain_tasks, gather_or_cancel
+from verifiers_rl.process.loop_thread import (
+    LoopThread,
+    contain_tasks,
+    gather_or_cancel,
+    run_contained,
+)
 
 
 @pytest.fixture
@@ -96,8 +102,22 @@ async def main():
 
 asyncio.run(main())
 """
-    said = run_python("-c", code).stdout.splitlines()
+    ended = run_python("-c", code)
+    said = ended.stdout.splitlines()
     assert said == ["exits 0", "fails 3", "explains 1", "raises 1", "waits 1", "returns 1"]
+    assert "why\n" in ended.stderr
+
+
+def test_code_that_stops_its_loop_costs_its_task_only():
+    async def stop():
+        asyncio.get_running_loop().stop()
+
+    thread = LoopThread("rollouts")
+    with pytest.raises(RuntimeError, match="stops the event loop that it runs in"):
+        thread.run(run_contained(stop())).result(10)
+    assert thread.run(asyncio.sleep(0, "goes on")).result(10) == "goes on"
+    thread.stop(partial(asyncio.sleep, 0))
+    assert not thread.thread.is_alive()
 
 
 def test_a_task_that_cancels_itself_is_not_warned_of(run, caplog):

@@ -399,7 +399,7 @@ def test_means_of_an_evaluation_count_errors_as_zero_and_examples_solved_at_all(
     # An agent of several counts once.
     agents = [Rollout(0, "", role=r, reward=x) for r in ("writer", "critic") for x in (1.0, 0.0)]
     of_agents = {"pass@2": 1.0, "writer/reward": 0.5, "critic/reward": 0.5}
-    assert evaluation_metrics([agents]).items() >= of_agents.items()
+    assert evaluation_metrics([agents], 2).items() >= of_agents.items()
 
 
 def test_an_evaluation_whose_rollouts_all_fail_ends_only_a_run_that_has_not_trained(

@@ -11,11 +11,11 @@ from verifiers_rl.inference.generation import (
     current_request,
     reply_in_lines,
 )
-from verifiers_rl.inference.packed_tokens import pack_ids, pack_sampled
+from verifiers_rl.inference.packed_tokens import pack_numbers, pack_sampled
 
 
 def make_request(**fields):
-    fields = {"tokens": pack_ids([1, 2]), "seeds": [None]} | fields
+    fields = {"tokens": pack_numbers([1, 2]), "seeds": [None]} | fields
     return TokenRequest(fields, vocab_size=10, max_model_len=5)
 
 
@@ -26,9 +26,9 @@ def make_request(**fields):
         ({"tokens": ""}, "must be at least one token id"),
         ({"tokens": "A A="}, "base64 of int32"),
         ({"tokens": "AAAA"}, "base64 of int32: buffer size"),
-        ({"tokens": pack_ids([3, 10])}, "10 is no token id below 10"),
-        ({"tokens": pack_ids([3, -1])}, "-1 is no token id below 10"),
-        ({"tokens": pack_ids([3] * 5)}, "a prompt of 5 is longer than .*--max-model-len 5"),
+        ({"tokens": pack_numbers([3, 10])}, "10 is no token id below 10"),
+        ({"tokens": pack_numbers([3, -1])}, "-1 is no token id below 10"),
+        ({"tokens": pack_numbers([3] * 5)}, "a prompt of 5 is longer than .*--max-model-len 5"),
         ({"stream": True}, r"stream\n.*False"),
         ({"n": 2}, r"n\n.*1"),
         ({"use_beam_search": True}, r"use_beam_search\n.*False"),

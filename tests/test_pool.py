@@ -160,6 +160,22 @@ def test_a_server_that_started_anew_or_has_another_trainer_is_lost(make_pool, co
         sync.check_server()
 
 
+def test_one_failed_look_at_a_server_that_lives_does_not_lose_it(make_pool):
+    pool, (server,) = make_pool(1)
+    pool.wait_until_ready()
+    push(pool, 0)
+    status, failing = server.status, iter([ServerLostError("no answer")])
+
+    def look():
+        if (error := next(failing, None)) is not None:
+            raise error
+        return status()
+
+    server.status = look
+    pool.check_server()
+    assert states(pool) == ["serving"]
+
+
 def test_a_server_is_compared_before_and_after_a_step_and_whenever_it_connects_anew(make_pool):
     compared, steps = [], iter(range(100))
     pool, (server,) = make_pool(1)

@@ -13,9 +13,10 @@ import pytest
 
 from tests.helpers import StubSource, breaking, make_samples, on
 from tests.test_rollouts import read as read_rollouts
-from verifiers_rl import RLConfig
+from verifiers_rl import RLConfig, env_from
 from verifiers_rl.advantages import center_on_group_mean, of_rewards, set_advantages
 from verifiers_rl.data import describe_error
+from verifiers_rl.envs.make import make_runner
 from verifiers_rl.envs.workers import WorkerError
 from verifiers_rl.process.terminal import print_all_characters
 from verifiers_rl.report.recording import describe_experiment
@@ -148,20 +149,33 @@ def test_no_text_of_a_model_ends_a_run_or_commands_the_terminal(monkeypatch, enc
     assert describe_error(mute()) == "MuteError"
 
 
+class Gone(io.StringIO):
+    def write(self, text):
+        raise BrokenPipeError(32, "Broken pipe")
+
+
 @pytest.mark.parametrize("disable_tqdm", [False, True])
 def test_a_terminal_that_is_gone_does_not_end_a_run(
     make, folder, monkeypatch, caplog, disable_tqdm
 ):
-    class Gone(io.StringIO):
-        def write(self, text):
-            raise BrokenPipeError(32, "Broken pipe")
-
-    trainer = make(max_steps=2, disable_tqdm=disable_tqdm)
     monkeypatch.setattr(sys, "stdout", Gone())
-    trainer.train()
-    assert read_run(folder)["status"] == "finished"
-    assert "a table of rollouts cannot be shown: " in caplog.text
+    for max_steps in (2, 3):  # the second one says from where it goes on
+        trainer = make(max_steps=max_steps, save_steps=2, use_lora=True, disable_tqdm=disable_tqdm)
+        trainer.train(resume_from_checkpoint=max_steps == 3)
+        assert read_run(folder)["status"] == "finished"
+    assert "a table or the progress bar cannot be shown: " in caplog.text
     assert "broken pipe" in caplog.text.lower()
+
+
+def test_who_plays_where_is_said_if_there_is_room(monkeypatch, caplog):
+    closed = io.StringIO()
+    closed.close()
+    for stream in (Gone(), closed):
+        monkeypatch.setattr(sys, "stdout", stream)
+        env = env_from(["a"], lambda completion: 1.0)  # which no worker can have
+        make_runner(env, "http://unused", None, RLConfig())
+    assert caplog.text.count("Broken pipe") == 2  # where it runs, and what it is
+    assert caplog.text.count("closed file") == 2
 
 
 @pytest.mark.parametrize("error, status, split", [

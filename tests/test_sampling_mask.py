@@ -7,7 +7,7 @@ import torch
 from verifiers_rl.inference.generation import TokenRequest, allowed_of
 from verifiers_rl.inference.packed_tokens import (
     allowed_tokens,
-    pack_ids,
+    pack_numbers,
     pack_sampled,
     unpack_mask,
 )
@@ -87,7 +87,7 @@ def test_a_mask_has_all_tokens_that_could_be_sampled():
 
 def test_a_request_with_a_mask_asks_vllm_for_the_likeliest_tokens():
     def num_logprobs(top_k, sampling_mask=True):
-        fields = {"tokens": pack_ids([1]), "seeds": [0], "sampling_mask": sampling_mask}
+        fields = {"tokens": pack_numbers([1]), "seeds": [0], "sampling_mask": sampling_mask}
         fields["top_k"] = top_k
         return TokenRequest(fields, vocab_size=300, max_model_len=5).num_logprobs
 

@@ -37,7 +37,6 @@ from verifiers_rl.inference.client import (
     find_token,
     generation_key,
     keep_alive,
-    save_token,
 )
 from verifiers_rl.inference.engine_calls import paused
 from verifiers_rl.inference.gateway import Gateway
@@ -49,6 +48,7 @@ from verifiers_rl.inference.server import (
     generation_keys,
     limit_requests,
     make_parser,
+    save_token,
 )
 from verifiers_rl.sync.plan import TransferPlan, receive_buckets
 from verifiers_rl.sync.shared_buffers import SharedBuffers

@@ -24,8 +24,10 @@ from transformers import (
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    PrinterCallback,
     TrainerCallback,
 )
+from transformers.trainer_callback import ProgressCallback
 
 from tests.family_steps import loads_as_saved
 from tests.helpers import (
@@ -787,6 +789,24 @@ def test_without_a_progress_bar_the_metrics_of_each_line_are_printed_once(make_t
     assert ["'reward': '0.25'" in line for line in lines] == [True, True, False]
 
 
+@pytest.mark.parametrize("disable_tqdm, kind", [(True, PrinterCallback), (False, ProgressCallback)])
+def test_a_callback_of_ones_own_that_extends_trainers_stays(
+    make_trainer, capsys, disable_tqdm, kind
+):
+    logged = []
+
+    class Own(kind):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            logged.append(logs)
+
+    trainer = make_trainer(max_steps=2, disable_tqdm=disable_tqdm, callbacks=[Own()])
+    kinds = [type(one) for one in trainer.callback_handler.callbacks]
+    assert Own in kinds and (ShortProgress in kinds) != disable_tqdm and kind not in kinds
+    trainer.train()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("{'")]
+    assert (len(logged), len(lines)) == (3, 2 + disable_tqdm)  # the last line is the summary
+
+
 def test_a_run_without_an_end_needs_no_memory_for_its_steps(make_trainer):
     trainer = make_trainer(max_steps=10**6)
     tracemalloc.start()
@@ -946,7 +966,7 @@ def test_the_option_of_attention_reaches_the_step(make_trainer, tmp_path):
 def test_every_logged_metric_is_documented(make_trainer):
     table = (ROOT / "docs/metrics.md").read_text()
     documented = set(re.findall(r"^\| `([\w@/]+)`", table, re.MULTILINE))
-    found = set(batch_metrics([[Rollout(0, "", reward=1.0)]]))
+    found = set(batch_metrics([[Rollout(0, "", reward=1.0)]], 1))
     for loss in ("cispo", "icepop"):
         trainer = make_trainer(
             loss=loss, max_steps=1, kl_beta=0.1, entropy_beta=0.1, overwrite_output_dir=True

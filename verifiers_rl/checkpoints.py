@@ -30,7 +30,7 @@ from verifiers_rl.config import UPLOAD, ConfigError, RLConfig
 from verifiers_rl.distributed import HostGroup, reduce_over_ranks
 from verifiers_rl.process.disk import put_in_place, remove_folder, sync_tree
 from verifiers_rl.process.interrupts import say
-from verifiers_rl.process.terminal import showing
+from verifiers_rl.process.terminal import show
 from verifiers_rl.report.run_folder import (
     MERGED,
     OF_OPTIMIZER,
@@ -106,7 +106,7 @@ class Checkpoints(TrainerCallback):
         self._saved_step, self.can_repeat_step = None, True
         self._trainer._window.steps = []  # those of a run before
         args = self._trainer.args  # the optimizer keeps its own; of the weights, no other can go on
-        self._options = {name: getattr(args, name) for name in (*OF_OPTIMIZER, *OF_WEIGHTS)}
+        self._options = {name: getattr(args, name, None) for name in (*OF_OPTIMIZER, *OF_WEIGHTS)}
         # A step that was broken off in this process has left it at False, and FSDP2 would not load
         # the optimizer.
         self._trainer.accelerator.gradient_state._set_sync_gradients(True)
@@ -157,7 +157,7 @@ class Checkpoints(TrainerCallback):
         trainer._total_loss_scalar = state["total_loss"]
         self._options = state["options"]
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self.can_repeat_step = True
 
     # --- Saving -----------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ class Checkpoints(TrainerCallback):
                         trainer.args, trainer.state, trainer.control
                     )
         except (OSError, RuntimeError) as error:
-            logger.error("no checkpoint of the steps so far: %s", error)
+            logger.error(f"no checkpoint of the steps so far: {error}")
         if trainer.is_world_process_zero():
             newest = newest_checkpoint(self._folder)
             say(
@@ -236,8 +236,7 @@ class Checkpoints(TrainerCallback):
             remove_folder(self._folder / MERGED, self._folder / UNFINISHED)
         if trainer.is_world_process_zero():
             write_run(self._folder, {"save_final": args.save_final})
-            with showing("how the run ended"):
-                print("\n".join(closing_lines(self._folder)))
+            show(print, "\n".join(closing_lines(self._folder)))
 
     # --- All ranks --------------------------------------------------------------------------------
 

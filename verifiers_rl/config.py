@@ -446,7 +446,8 @@ class RLConfig(TrainingArguments):
     """Above 0, a token is less likely the more often the reply has this token already."""
     stop: Texts | None = None
     """A reply ends where it has one of these strings; one string may stand alone. The tokens of the
-    string are trained, because they were sampled."""
+    string are trained, because they were sampled. vf-vllm takes 64 strings at most, or as many as
+    VLLM_MAX_STOP_STRINGS says there."""
     include_stop_str_in_output: bool = False
     """Whether the string of stop that ended a reply stays in its text, which the environment sees
     and scores."""

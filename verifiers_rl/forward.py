@@ -50,6 +50,7 @@ from verifiers_rl.logprobs import (
 )
 from verifiers_rl.models import decoder_blocks
 from verifiers_rl.packing import Microbatch, ModelSupport, collate, copy_to
+from verifiers_rl.process.terminal import show
 from verifiers_rl.router_replay import replay_experts
 from verifiers_rl.sync.sources import is_split
 from verifiers_rl.types import ALLOWED_TOKENS, ROUTED_EXPERTS, Sample
@@ -334,18 +335,18 @@ def try_model(model: nn.Module, base: Any, args: RLConfig, optimizer: Any) -> Mo
         attention=attention,
     )
     if why_not := reason_against_rows(model, base, support):
-        logger.warning("samples are padded, one a row: %s", why_not)
+        logger.warning(f"samples are padded, one a row: {why_not}")
         support = replace(support, layout="padded")
     elif args.share_prefixes:
         if why_not := reason_against_sharing_prefixes(model, base, args.max_seq_len):
-            logger.warning("what samples begin with is computed for each: %s", why_not)
+            logger.warning(f"what samples begin with is computed for each: {why_not}")
         else:
             support = replace(support, shares_prefixes=True)
     if support.shares_prefixes and attention == "sdpa" and base.device.type in HAS_VARLEN:
         # It takes half precision, and heads of some sizes, on GPUs from compute capability 8.0 on.
         flat = replace(support, layout="flat", attention="varlen")
         if why_not := reason_against_rows(model, base, flat):
-            logger.warning("attention has a call for each sample: %s", why_not)
+            logger.warning(f"attention has a call for each sample: {why_not}")
         else:
             support = flat
     return replace(support, token_budget=fit_step(model, base, args, optimizer))
@@ -557,9 +558,10 @@ def fit_step(model: nn.Module, base: Any, args: RLConfig, optimizer: Any) -> int
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     needed = budget * costs[num]
     if args.process_index == 0:
-        print(
+        show(
+            print,
             f"step: at most {budget:,} tokens in a forward pass, {num} of {len(blocks)} layers "
             f"computed again in backward: {(fixed + needed) / 1e9:.1f} GB of {free / 1e9:.1f} GB"
-            + (", which may not suffice: lower max_seq_len" if needed > room else "")
+            + (", which may not suffice: lower max_seq_len" if needed > room else ""),
         )
     return budget

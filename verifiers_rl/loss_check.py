@@ -76,7 +76,7 @@ def checked(loss_fn: LossFn, trainer: Any) -> LossFn:
                 part.load_state_dict(state)
             tries_left = problem is None and tries_left - 1
             if problem and trainer.is_world_process_zero():
-                logger.warning("the loss breaks its contract (docs/losses.md): %s", problem)
+                logger.warning(f"the loss breaks its contract (docs/losses.md): {problem}")
         return outputs
 
     return checking

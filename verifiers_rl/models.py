@@ -29,6 +29,7 @@ from transformers.models.auto.modeling_auto import (
 
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.inference.checkpoint import NUM_EXPERTS
+from verifiers_rl.process.terminal import show
 from verifiers_rl.router_replay import routers_of
 from verifiers_rl.sync.sources import base_of, check_reference, text_parameters
 
@@ -103,7 +104,7 @@ def _load(model: Any, args: RLConfig, peft_config: Any) -> Any:
             )
         return model
     if num_frozen := freeze_all_but_text(model):
-        logger.info("%.1f M weights beside the text model stay as they are", num_frozen / 1e6)
+        logger.info(f"{num_frozen / 1e6:.1f} M weights beside the text model stay as they are")
     if peft_config is None and not args.use_lora:
         if any(hasattr(p, "ds_id") for p in model.parameters()):
             return model  # loaded under ZeRO-3: DeepSpeed keeps the master weights
@@ -246,7 +247,7 @@ def switch_off_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
                 switched_off.add(type(module).__name__)
     if switched_off:
-        logger.warning("dropout of the model is switched off in %s", sorted(switched_off))
+        logger.warning(f"dropout of the model is switched off in {sorted(switched_off)}")
 
 
 def _unties(model: Any) -> bool:
@@ -273,7 +274,7 @@ def check_policy(
         optimizer: the caller's own, if there is one.
     """
     if args.process_index == 0 and hasattr(model, "peft_config"):
-        model.print_trainable_parameters()
+        show(model.print_trainable_parameters)
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     if not trained:
         raise ConfigError(
@@ -285,7 +286,7 @@ def check_policy(
             "optimizers: it lacks trained weights, such as those of an adapter that is added here; "
             "make it of a model with its adapter (get_peft_model), or pass optimizer_cls_and_kwargs"
         )
-    if hasattr(model, "peft_config") and _unties(model):
+    if _unties(model):
         raise ConfigError(
             "the adapter changes a weight that this model uses twice, such as for its embedding "
             "and its head, as do the server and a saved model: leave it out of "

@@ -198,11 +198,8 @@ class Orchestrator:
         warn_of_failures(groups)
         if len(passing) < num_groups:
             logger.warning(
-                "%d of the %d groups generated pass, %d are wanted: loosen group_filter or raise "
-                "its max_oversampling",
-                len(passing),
-                len(groups),
-                num_groups,
+                f"{len(passing)} of the {len(groups)} groups generated pass, {num_groups} are "
+                "wanted: loosen group_filter or raise its max_oversampling"
             )
         rollouts = [rollout for group in passing for rollout in group if rollout.error is None]
         samples = [sample for rollout in rollouts for sample in rollout.samples]
@@ -211,7 +208,7 @@ class Orchestrator:
                 "no agent took a turn in any rollout that did not fail, so there is no token to "
                 "train on: does the environment end its episodes before the first turn?"
             )
-        metrics = batch_metrics(groups) | {"num_samples": float(len(samples))}
+        metrics = batch_metrics(groups, request.num_rollouts) | {"num_samples": float(len(samples))}
         metrics["filtered_share"] = 1 - len(passing) / len(groups)
         metrics["generation_s"] = time.monotonic() - start
         version = request.policy_version
@@ -229,7 +226,8 @@ class Orchestrator:
         self.evaluated[request.policy_version] = groups
         # What it costs to end a run that has trained is more than what an evaluation says.
         warn_of_failures(groups, "eval", may_all_fail=request.policy_version > 0)
-        metrics = {**evaluation_metrics(groups), "runtime": time.monotonic() - start}
+        metrics = evaluation_metrics(groups, request.num_rollouts)
+        metrics["runtime"] = time.monotonic() - start
         best = (self.args.metric_for_best_model or "reward").removeprefix("eval_")
         if best not in metrics and metrics["error_share"] < 1:
             raise ConfigError(
@@ -279,8 +277,7 @@ class Orchestrator:
             logger.warning(
                 "the steps of the checkpoint had more or fewer groups (batch_size, "
                 "rollouts_per_example, group_filter): this run goes on with the example behind "
-                "them, number %d in the order of examples",
-                state["first_position"],
+                f"them, number {state['first_position']} in the order of examples"
             )
 
     def _group_seed(self, split: Split, policy_version: int, index: int) -> int | None:

@@ -307,5 +307,5 @@ def warn_of_failures(
         raise failure from errors[0]
     for kind, count in kinds.most_common():
         logger.warning(
-            "%d of %d rollouts%s failed and are left out: %s", count, len(rollouts), whose, kind
+            f"{count} of {len(rollouts)} rollouts{whose} failed and are left out: {kind}"
         )

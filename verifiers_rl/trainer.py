@@ -40,8 +40,7 @@ import torch
 from peft.helpers import disable_input_dtype_casting
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, PrinterCallback, set_seed
-from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+from transformers import PreTrainedModel, set_seed
 
 from verifiers_rl.advantages import AdvantageFn
 from verifiers_rl.checkpoints import Checkpoints, SavingTrainer, check_final, seed_step
@@ -174,8 +173,8 @@ class RLTrainer(SavingTrainer):
         self.checkpoints, self._files = Checkpoints(self), RunFiles(self)
         if (adaptive_kl := adaptive_kl_of(self.loss_fn)) is not None:
             self.checkpoints.kept["adaptive_kl"] = adaptive_kl
-        # `RunFiles` prints lines. In a notebook, Trainer has another progress bar.
-        self.remove_callback(PrinterCallback if args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK)
+        # Trainer's own progress bar or printer, which it adds last. `RunFiles` prints.
+        self.callback_handler.callbacks.pop()
         if not args.disable_tqdm:
             self.add_callback(ShortProgress())
         for callback in (self._files, self._window):
@@ -473,7 +472,9 @@ class RLTrainer(SavingTrainer):
             raise RuntimeError(
                 "with DeepSpeed, train() works once per RLTrainer; make a new one, or resume"
             )
-        resume, hosts = enter_run_folder(self.args, resume_from_checkpoint), host_group()
+        adapter = getattr(self.model, "peft_config", {}).get("default")
+        resume = enter_run_folder(self.args, resume_from_checkpoint, adapter)
+        hosts = host_group()
         with (
             self._interrupts.handled(hosts, self.is_world_process_zero()),
             ExitStack() as parts,
@@ -574,7 +575,7 @@ class RLTrainer(SavingTrainer):
             except ServerLostError as error:
                 if not attempts_left:
                     raise
-                logger.warning("%s; waiting for it to come back", error)
+                logger.warning(f"{error}; waiting for it to come back")
                 self.orchestrator.discard()
                 self.evaluations.begin_again()
                 self.weight_sync.wait_for_server()

@@ -17,7 +17,7 @@ from datasets import Dataset
 from tests.serving import chat_reply, serving
 from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions, Turn, samples_from_turns
 from verifiers_rl.envs.classic import CLIENT_TYPES, ClassicEnvironment
-from verifiers_rl.inference.packed_tokens import pack_sampled, unpack_ids
+from verifiers_rl.inference.packed_tokens import pack_sampled, unpack_numbers
 from verifiers_rl.process.loop_thread import contain_tasks
 from verifiers_rl.requests import GroupRequest, Places
 
@@ -185,7 +185,7 @@ def test_tokens_are_exact_with_their_versions_and_sampling_options(
         assert sampled == reply * 2
         assert versions == [5, *[6] * (len(reply) - 1)] * 2
     assert all(len(rollout.samples) == 1 for rollout in rollouts)
-    prompts = [unpack_ids(body["tokens"]).tolist() for _, body in requests]
+    prompts = [unpack_numbers(body["tokens"]).tolist() for _, body in requests]
     first, second = min(prompts, key=len), max(prompts, key=len)
     assert second[: len(first) + len(reply)] == first + reply
     whole = f"<|user|>q1<|end|><|assistant|>{text}<|end|><|user|>go on<|end|><|assistant|>"
@@ -213,7 +213,7 @@ def test_client_types_keep_the_tokens_so_far_or_render_them_anew(
     env = make_env(kind=ToolUse, max_turns=2)
     (rollout,), requests = play(env, num_rollouts=1, client_type=client_type)
     assert rollout.error is None and len(rollout.samples) == (1 if keeps else 2)
-    second = tokenizer.decode(unpack_ids(requests[1][1]["tokens"]))
+    second = tokenizer.decode(unpack_numbers(requests[1][1]["tokens"]))
     assert ("hm, ok" in second) is keeps and "go on" in second
     assert ("<|im_start|>" in second) is name.startswith("Qwen")
 

@@ -29,8 +29,7 @@ from verifiers_rl.cli.config import ClusterTable, RunConfig, TomlError
 from verifiers_rl.cli.plan import MACHINE_VARIABLES as VARIABLES
 from verifiers_rl.cluster.ray_engine import END, END_VARIABLE, run_on_ray
 from verifiers_rl.inference.client import TOKEN_VARIABLE
-from verifiers_rl.process.ending import SAVE_GRACE_S, end_with_starter
-from verifiers_rl.process.interrupts import handle_signals
+from verifiers_rl.process.ending import SAVE_GRACE_S, end_with_starter, handle_signals
 from verifiers_rl.process.waiting import wait_until
 
 LOST_S = 25  # so long a machine does without the head

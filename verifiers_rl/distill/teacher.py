@@ -280,7 +280,7 @@ class Distillation:
             hint *= "prompt_logprobs" not in problem  # vf-vllm says what to do
             raise InferenceServerError(f"{self._model} refuses: {problem}{hint}")
         if not self._is_away:
-            logger.warning("%s is not there (%s); waiting for it", self._model, problem)
+            logger.warning(f"{self._model} is not there ({problem}); waiting for it")
         self._is_away = True
 
     async def _hint_tokens(self, index: int) -> list[int]:

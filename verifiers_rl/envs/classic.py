@@ -97,7 +97,7 @@ class ClassicEnvironment:
         template, prompts = options.chat_template_kwargs, dataset["prompt"]
         kept = [i for i, prompt in enumerate(prompts) if not is_longer(prompt, limit, **template)]
         if num_left_out := len(prompts) - len(kept):
-            logger.warning("%d %s left out", num_left_out, options.why_overlong)
+            logger.warning(f"{num_left_out} {options.why_overlong} left out")
         return dataset.select(kept)
 
     def sizes(self, split: Split) -> list[int]:

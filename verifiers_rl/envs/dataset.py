@@ -26,7 +26,7 @@ from verifiers_rl.envs.base import (
     samples_from_turns,
 )
 from verifiers_rl.envs.chat_harness import first_messages
-from verifiers_rl.envs.records import message_of, text_of
+from verifiers_rl.envs.records import message_of, text_of, without_none
 from verifiers_rl.envs.v1 import V1Environment
 from verifiers_rl.inference import RolloutSession
 from verifiers_rl.json_text import as_json
@@ -124,7 +124,7 @@ class ExampleTaskset(vf.Taskset[ExampleTask, vf.TasksetConfig]):
         self.tasks: list[ExampleTask] = []
         for number, row in enumerate(rows):
             try:
-                prompt = row["prompt"]
+                prompt = without_none(row["prompt"])
                 if isinstance(prompt, list):  # its tool calls may have OpenAI's form
                     prompt = [_as_verifiers(message) for message in prompt]
                 data = vf.TaskData(idx=number, prompt=prompt, system_prompt=system_prompt)
@@ -247,7 +247,10 @@ def env_from(
     if not functions or not all(map(callable, functions)):
         raise InvalidEnvironmentError(f"env_from: reward_fn={reward_fn!r} is no function")
     names = [*map(_name_of, functions)]
-    numbers = np.array([1.0] * len(names) if weights is None else weights)
+    try:
+        numbers = np.array([1.0] * len(names) if weights is None else weights)
+    except ValueError:  # lists of different lengths
+        numbers = np.array(None)
     if (
         numbers.shape != (len(names),)
         or numbers.dtype.kind not in "iuf"
@@ -308,11 +311,13 @@ def examples_of(dataset: Any, name: str) -> list[Mapping[str, Any]]:
                 f"env_from: {name}, row {number} has no column 'prompt', only "
                 f"{', '.join(map(repr, row))}; rename the one that holds the prompt"
             )
-        if REPLY in row:
-            raise InvalidEnvironmentError(
-                f"env_from: {name} has a column {REPLY!r}, which is what the reward function calls "
-                "the reply; give the column another name, such as 'answer'"
-            )
+        for column in row:
+            if column in (REPLY, "self") or not isinstance(column, str):
+                raise InvalidEnvironmentError(
+                    f"env_from: {name} has a column {column!r}, which no reward function can get "
+                    f"by this name ({REPLY!r} is the reply); give the column another name, such as "
+                    "'answer'"
+                )
     # Columns of a frame may have one name, and a row has the last of them.
     if isinstance(records, list) and len(rows[0]) < getattr(dataset, "shape", [0])[-1]:
         raise InvalidEnvironmentError(
@@ -331,12 +336,19 @@ def parameters_from(
         what: names the function in errors.
 
     Raises:
-        InvalidEnvironmentError: it needs another one, or one that a row lacks.
+        InvalidEnvironmentError: it needs another one, or one that a row lacks; or it has no
+            signature.
     """
     wanted = []
     if isinstance(function, partial):  # what it has bound stays as it is
         known = {name: known[name] for name in known if name not in function.keywords}
-    for name, parameter in inspect.signature(function).parameters.items():
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError as error:  # Python's own may have none
+        raise InvalidEnvironmentError(
+            f"{what} does not say what its parameters are; put a function of yours around it"
+        ) from error
+    for name, parameter in parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             return tuple(known)
         is_needed = parameter.default is parameter.empty

@@ -16,6 +16,7 @@ from verifiers_rl.envs.base import (
 )
 from verifiers_rl.envs.foreign import ForeignEnvironment
 from verifiers_rl.envs.workers import WorkerEnvironment, WorkerPool, count_workers
+from verifiers_rl.process.terminal import show
 from verifiers_rl.requests import EnvRunner, GroupRequest, GroupScorer
 from verifiers_rl.types import Rollout, Split, missing_members
 
@@ -210,19 +211,18 @@ def make_runner(
                         "env_workers=0"
                     ) from error
                 where = "in a thread of the trainer, which makes both slower"
-                print(f"environment {one.name!r} runs {where}: {error}")
+                show(print, f"environment {one.name!r} runs {where}: {error}")
         if description := getattr(runner, "description", ""):
-            print(description)
+            show(print, description)
         sampling: dict[Split, dict[str, Any]] = {}
         if one.sampling_args:
             sampling = {"train": sampled.sampling_args(), "eval": sampled.eval_sampling_args()}
         parts.append(Part(one, runner, sampling))
     for names in biased - {""}:
         logger.warning(
-            "%s: the server samples from another distribution than the trainer's softmax; "
+            f"{names}: the server samples from another distribution than the trainer's softmax; "
             "importance ratios will be off, watch mismatch_kl; sampling_mask = true makes up for "
-            "top_p, top_k and min_p",
-            names,
+            "top_p, top_k and min_p"
         )
     made = Environments(parts)
     evaluates = args.eval_strategy != "no" or args.eval_on_start

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from verifiers_rl.json_text import as_json
 
 
@@ -62,6 +64,18 @@ def record_of_state(state: Mapping[str, Any]) -> bytes:
         messages += [{"role": role, "content": given}] if isinstance(given, str) else given
     begun_at = state["timing"].start_time
     return as_json({"begun_at": begun_at, "messages": [*map(message_of, messages)], "turns": []})
+
+
+def without_none(value: Any) -> Any:
+    """Return a value of a row without keys that are None, at any depth: in a table, each object of
+    a column has the keys of all. Arrays, which pandas makes of lists, become lists. JSON that is a
+    string stays as it is.
+    """
+    if isinstance(value, Mapping):
+        return {key: without_none(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list | tuple | np.ndarray):
+        return [without_none(inner) for inner in value]
+    return value
 
 
 def message_of(message: Any) -> dict[str, Any]:

@@ -149,7 +149,7 @@ class V1Environment:
         left_out = ""
         if num := self.num_overlong_prompts:
             left_out = f"; {num} {self.options.why_overlong}"
-            logger.warning("environment %r%s left out", self.name, left_out)
+            logger.warning(f"environment {self.name!r}{left_out} left out")
         if not train:
             raise InvalidEnvironmentError(f"it has no tasks{left_out}")
         num_eval = "also" if evaluated is train else len(evaluated)

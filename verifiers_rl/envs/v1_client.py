@@ -82,12 +82,9 @@ class TokenClientConfig(vf.TrainClientConfig):
             if (agent, name) not in warned and value not in (*_NEUTRAL, self._sampling.get(name)):
                 warned.add((agent, name))
                 logger.warning(
-                    "environment %r: the agent %r samples with %s=%r, from another distribution "
-                    "than the trainer's softmax; importance ratios will be off, watch mismatch_kl",
-                    self._runner.name,
-                    agent,
-                    name,
-                    value,
+                    f"environment {self._runner.name!r}: the agent {agent!r} samples with "
+                    f"{name}={value!r}, from another distribution than the trainer's softmax; "
+                    "importance ratios will be off, watch mismatch_kl"
                 )
 
     def said_in(self, trace: vf.Trace) -> list[Said]:

@@ -319,10 +319,8 @@ class Worker:
                 self.ready = asyncio.Future()
                 self._num_deaths += 1
                 logger.warning(
-                    "%s: %s; another one is started, and its %d groups begin again",
-                    self._what,
-                    problem,
-                    len(self.groups),
+                    f"{self._what}: {problem}; another one is started, and its {len(self.groups)} "
+                    "groups begin again"
                 )
                 for said in self.groups.values():
                     said.put_nowait(WorkerLostError(problem))
@@ -446,11 +444,9 @@ class Worker:
             self._silent_s += ALIVE_S * self.ready.done()  # before, it has `_load_s`
             if 0 <= self._silent_s - BLOCKED_S < ALIVE_S:
                 logger.warning(
-                    "%s: worker %d has not answered for %g s; other workers get its new groups. "
-                    "Its output says where its event loop is blocked",
-                    self._what,
-                    process.pid,
-                    BLOCKED_S,
+                    f"{self._what}: worker {process.pid} has not answered for {BLOCKED_S:g} s; "
+                    "other workers get its new groups. Its output says where its event loop is "
+                    "blocked"
                 )
         kill_group(process)
 

@@ -52,20 +52,6 @@ def token_file(port: int) -> Path:
     return Path(cache).expanduser() / "verifiers_rl" / f"token-{port}"
 
 
-def save_token(port: int, token: str) -> Path:
-    """Write the token readable by this user only.
-
-    Raises:
-        OSError, RuntimeError: this user has no folder for it.
-    """
-    path = token_file(port)
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    path.unlink(missing_ok=True)
-    path.touch(0o600, exist_ok=False)  # else it is a file of somebody else
-    path.write_text(token, "utf-8")
-    return path
-
-
 def find_token(host: str, port: int) -> str:
     """Return the token from the environment. Without one, and for a server on this machine, return
     the token from the file that `vf-vllm` left. Without either, return "".

@@ -19,7 +19,13 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, Field, StrictBool, StrictInt
 
-from verifiers_rl.inference.packed_tokens import FIELD, MASK_FIELD, SEEDS, pack_sampled, unpack_ids
+from verifiers_rl.inference.packed_tokens import (
+    FIELD,
+    MASK_FIELD,
+    SEEDS,
+    pack_sampled,
+    unpack_numbers,
+)
 from verifiers_rl.types import MAX_MASK
 
 # Why vLLM has ended a completion before its end. Each is asked for again, by itself.
@@ -135,7 +141,7 @@ def read_prompt(text: str, vocab_size: int, max_model_len: int) -> list[int]:
         ValueError: they are no token ids of the model, or too many.
     """
     try:
-        token_ids = unpack_ids(text)
+        token_ids = unpack_numbers(text)
     except ValueError as error:
         raise ValueError(f"tokens: must be token ids, base64 of int32: {error}") from error
     if not len(token_ids):

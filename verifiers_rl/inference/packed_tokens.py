@@ -37,15 +37,16 @@ SEEDS = "seeds"
 _ID, _LOGPROB = np.dtype("<i4"), np.dtype("<f4")
 
 
-def pack_ids(token_ids: Sequence[int] | np.ndarray, dtype: Any = _ID) -> str:
-    return b64encode(np.asarray(token_ids, dtype).tobytes()).decode()
+def pack_numbers(numbers: Sequence[int] | np.ndarray, dtype: Any = _ID) -> str:
+    """Return numbers as base64: token ids, or those of another type, such as logprobs."""
+    return b64encode(np.asarray(numbers, dtype).tobytes()).decode()
 
 
-def unpack_ids(text: str, dtype: Any = _ID) -> np.ndarray:
-    """Invert `pack_ids`: (tokens,) int32, or numbers of another type.
+def unpack_numbers(text: str, dtype: Any = _ID) -> np.ndarray:
+    """Invert `pack_numbers`: (tokens,) int32, or numbers of another type.
 
     Raises:
-        ValueError: this is not base64, or not a whole number of ids.
+        ValueError: this is not base64, or not a whole number of them.
     """
     return np.frombuffer(b64decode(text, validate=True), dtype)
 
@@ -58,15 +59,15 @@ def pack_sampled(
     """Return the value of the reply's `packed_tokens`. `mask`: how many tokens could be sampled, a
     position, and their ids.
     """
-    packed = {"token_ids": pack_ids(token_ids), "logprobs": pack_ids(logprobs, _LOGPROB)}
+    packed = {"token_ids": pack_numbers(token_ids), "logprobs": pack_numbers(logprobs, _LOGPROB)}
     if mask is not None:
-        packed |= {"num_allowed": pack_ids(mask[0]), "allowed": pack_ids(mask[1])}
+        packed |= {"num_allowed": pack_numbers(mask[0]), "allowed": pack_numbers(mask[1])}
     return packed
 
 
 def unpack_sampled(packed: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     """Invert `pack_sampled`: ids (tokens,) int32 and logprobs (tokens,) float32."""
-    return unpack_ids(packed["token_ids"]), unpack_ids(packed["logprobs"], _LOGPROB)
+    return unpack_numbers(packed["token_ids"]), unpack_numbers(packed["logprobs"], _LOGPROB)
 
 
 def unpack_experts(text: str) -> np.ndarray:
@@ -85,7 +86,7 @@ def unpack_mask(packed: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray] | No
     """
     if "num_allowed" not in packed:
         return None
-    return unpack_ids(packed["num_allowed"]), unpack_ids(packed["allowed"])
+    return unpack_numbers(packed["num_allowed"]), unpack_numbers(packed["allowed"])
 
 
 def allowed_tokens(counts: np.ndarray, ids: np.ndarray) -> np.ndarray:

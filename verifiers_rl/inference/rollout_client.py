@@ -24,7 +24,7 @@ from verifiers_rl.inference.client import generation_key, keep_alive
 from verifiers_rl.inference.packed_tokens import (
     FIELD,
     SEEDS,
-    pack_ids,
+    pack_numbers,
     unpack_experts,
     unpack_mask,
     unpack_sampled,
@@ -122,18 +122,19 @@ class ServerClient:
         """
         rollout = self._rollout
         # vLLM renders messages all the same, so it gets a short one.
-        tokens = {"tokens": pack_ids(prompt_ids), "messages": [{"role": "user", "content": "."}]}
+        tokens = {
+            "tokens": pack_numbers(prompt_ids),
+            "messages": [{"role": "user", "content": "."}],
+        }
         body = {**body, **tokens}
         wants_experts = body.pop("routed_experts", False)  # the server's flag returns them
-        seed = rollout.next_seed()
-        seed = body.pop("seed", seed)
+        seed = body.pop("seed", rollout.next_seed())
         base = self.base_url if rollout.url is None else f"{rollout.url}/v1"
         url = f"{base}/chat/completions/tokens"
         # A server that starts anew may have another key.
         headers = {"Authorization": f"Bearer {generation_key(base)}"}
         try:
-            asked = url, body, seed, headers
-            line = await self._ask_with_others(*asked) if is_first else None
+            line = await self._ask_with_others(url, body, seed, headers) if is_first else None
             if line is None:
                 line = await self._ask(url, json.dumps(body | {SEEDS: [seed]}), headers)
             _, spans, reply = line.split(b" ", 2)

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from verifiers_rl.inference.checkpoint import model_error
-from verifiers_rl.inference.client import LOOPBACK, TOKEN_VARIABLE, keep_alive, save_token
+from verifiers_rl.inference.client import LOOPBACK, TOKEN_VARIABLE, keep_alive, token_file
 from verifiers_rl.inference.flags import fit_to_checkpoint
 from verifiers_rl.inference.generation import NUM_TIES
 from verifiers_rl.inference.plugin import SERVER_PID, end_with_server
@@ -179,6 +179,20 @@ def fit_to_cpu(args: Any) -> str | None:
     return None
 
 
+def save_token(port: int, token: str) -> Path:
+    """Write the token readable by this user only.
+
+    Raises:
+        OSError, RuntimeError: this user has no folder for it.
+    """
+    path = token_file(port)
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path.unlink(missing_ok=True)
+    path.touch(0o600, exist_ok=False)  # else it is a file of somebody else
+    path.write_text(token, "utf-8")
+    return path
+
+
 def make_token(port: int) -> None:
     """Draw the run's token and leave it for trainers of this user on this machine."""
     os.environ[TOKEN_VARIABLE] = token = secrets.token_urlsafe(32)
@@ -262,6 +276,7 @@ def main() -> None:
     # verifiers declares its tools as strict. vLLM would then sample under a grammar. Logprobs under
     # the grammar's mask are not those of the policy that is trained.
     os.environ.setdefault("VLLM_ENFORCE_STRICT_TOOL_CALLING", "0")
+    os.environ.setdefault("VLLM_MAX_STOP_STRINGS", "64")  # vLLM's 4 would refuse every rollout
     try:
         import torch
         import uvloop

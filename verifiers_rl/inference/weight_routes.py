@@ -303,7 +303,7 @@ class WeightRoutes:
                     return await self._wake()
                 except Exception as new:
                     if str(new) != str(error):
-                        logger.warning("cannot wake, and will try again: %s", new)
+                        logger.warning(f"cannot wake, and will try again: {new}")
                     error = new
             await asyncio.sleep(WAKE_PAUSE_S)
 

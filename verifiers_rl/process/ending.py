@@ -10,12 +10,20 @@ import threading
 import time
 from collections.abc import Iterable
 from types import FrameType
+from typing import Any
 
 from verifiers_rl.process.interrupts import Interrupted
 from verifiers_rl.process.parent import die_with_parent
 
 SAVE_GRACE_S = 120.0  # between the request to end and SIGKILL; a checkpoint is saved meanwhile
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
+
+
+def handle_signals(handler: Any) -> None:
+    """Let this handler take what ends a process, but not a SIGHUP that `nohup` has switched off."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def interrupt_by_signals() -> None:

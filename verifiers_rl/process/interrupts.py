@@ -21,20 +21,13 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from verifiers_rl.process.terminal import showing
+from verifiers_rl.process.terminal import show
 
 # Launchers pass on what the terminal or the scheduler has sent to the ranks already. So a further
 # signal in this time after the first one is the same one.
 SAME_S = 1.0
 _NO_SIGNAL = 0  # tells the listener to end
 EXIT_S = 120.0  # deadline for rank 0 to close its files and its environment; the others wait for it
-
-
-def handle_signals(handler: Any) -> None:
-    """Let this handler take what ends a process, but not a SIGHUP that `nohup` has switched off."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, handler)
 
 
 class Interrupted(SystemExit, KeyboardInterrupt):
@@ -208,5 +201,4 @@ def raise_if_interrupted() -> None:
 
 def say(text: str) -> None:
     """Print a line to stderr. A progress bar may be in the middle of a line there."""
-    with showing("a line"):
-        print(f"\n{text}", file=sys.stderr)
+    show(print, f"\n{text}", file=sys.stderr)

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
@@ -27,7 +28,7 @@ def contain_tasks(loop: asyncio.AbstractEventLoop) -> None:
     asyncio lets SystemExit and KeyboardInterrupt end the loop, and takes a task that raises
     CancelledError itself for a cancelled one, for whose result nobody waits. Code of environments
     and of models raises all of them: `exit()` is usual. A child that the code forks ends with its
-    task, with the status of its `exit()`.
+    task, with the status of its `exit()`. A task that stops the loop gets a RuntimeError.
     """
 
     def make_task(loop: Any, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
@@ -37,6 +38,14 @@ def contain_tasks(loop: asyncio.AbstractEventLoop) -> None:
         return task
 
     loop.set_task_factory(make_task)
+    stop = loop.stop
+
+    def stop_unless_in_task() -> None:
+        if asyncio.current_task(loop) is not None:
+            raise RuntimeError("code of the environment stops the event loop that it runs in")
+        stop()
+
+    loop.stop = stop_unless_in_task  # type: ignore[method-assign]
 
 
 async def _contained(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -51,7 +60,11 @@ async def _contained(coroutine: Coroutine[Any, Any, Any]) -> Any:
     finally:
         # The child of a fork in the code has come back; here it would take this process's messages.
         if os.getpid() != pid:
-            os._exit(code if isinstance(code, int) else 1)
+            try:  # as Python ends a process
+                if not isinstance(code, int):
+                    print(code, file=sys.stderr)
+            finally:
+                os._exit(code if isinstance(code, int) else 1)
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:
@@ -160,5 +173,5 @@ async def cancel_all_others(close: Callable[[], Coroutine[Any, Any, None]]) -> N
     for task in others:
         task.cancel()
     if others and (left := (await asyncio.wait(others, timeout=STOP_DEADLINE_S))[1]):
-        logger.warning("%d tasks of the environment do not end when cancelled", len(left))
+        logger.warning(f"{len(left)} tasks of the environment do not end when cancelled")
     await close()

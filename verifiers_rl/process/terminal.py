@@ -7,9 +7,8 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +34,11 @@ def end_without_noise(status: int) -> NoReturn:
     os._exit(status)
 
 
-@contextmanager
-def showing(what: str) -> Iterator[None]:
-    """Enter this to show something during training. A terminal that is gone, or a full disk that
-    has the output, costs only what is shown.
+def show(display: Callable[..., Any], *args: Any, **options: Any) -> None:
+    """Call what shows something. A terminal that is gone, or a full disk that has the output, costs
+    only what is shown.
     """
     try:
-        yield
+        display(*args, **options)
     except (OSError, ValueError) as error:  # ValueError: the stream is closed
-        logger.warning("%s cannot be shown: %s", what, error)
+        logger.warning(f"a line, a table or the progress bar cannot be shown: {error}")

@@ -17,36 +17,40 @@ logger = logging.getLogger(__name__)
 Groups = Sequence[Sequence[Rollout]]
 
 
-def batch_metrics(groups: Groups) -> dict[str, float]:
+def batch_metrics(groups: Groups, num_rollouts: int) -> dict[str, float]:
     """Return means over the surviving rollouts of all groups. With several environments, each
     one's means are added under `NAME/`.
+
+    Args:
+        num_rollouts: of each group, or episodes, as `GroupRequest` has it. An episode that failed
+            has left one rollout, with its error.
     """
-    metrics = _of_batch(groups)
+    metrics = _of_batch(groups, num_rollouts)
     by_env = _by_env(groups)
     for env, own in by_env.items():
-        found = _of_env(own, 1.0)
+        found = _of_env(own, num_rollouts, 1.0)
         if len(by_env) > 1:
-            found |= {**_of_batch(own), "group_share": len(own) / len(groups)}
+            found |= {**_of_batch(own, num_rollouts), "group_share": len(own) / len(groups)}
         metrics |= {f"{env}/{name}": value for name, value in found.items()}
     return metrics
 
 
-def evaluation_metrics(groups: Groups) -> dict[str, float]:
+def evaluation_metrics(groups: Groups, num_rollouts: int) -> dict[str, float]:
     """Return means over all rollouts of an evaluation, where a failed rollout counts as 0, and
     pass@k for groups of k > 1. With several environments, each one's metrics are added under
-    `NAME/`.
+    `NAME/`. `num_rollouts` is that of `batch_metrics`.
     """
-    metrics = _of_evaluation(groups)
+    metrics = _of_evaluation(groups, num_rollouts)
     by_env = _by_env(groups)
     for env, own in by_env.items():
         prefix = f"{env}/" if len(by_env) > 1 else ""
-        found = _of_evaluation(own)
-        found |= _of_env(own, 1 - found["error_share"])
+        found = _of_evaluation(own, num_rollouts)
+        found |= _of_env(own, num_rollouts, 1 - found["error_share"])
         metrics |= {prefix + name: value for name, value in found.items()}
     return metrics
 
 
-def _of_batch(groups: Groups) -> dict[str, float]:
+def _of_batch(groups: Groups, num_rollouts: int) -> dict[str, float]:
     rollouts = [*chain(*groups)]
     survivors = _survivors(groups)
     if not survivors:  # all rollouts of these groups failed
@@ -71,24 +75,23 @@ def _of_batch(groups: Groups) -> dict[str, float]:
     }
     return {name: float(np.mean(own)) for name, own in values.items()} | {
         "reward_std": float(np.std(rewards)),
-        "error_share": 1 - len(survivors) / _num_rollouts(groups),
+        "error_share": _error_share(groups, num_rollouts),
         "broken_turn_share": num_breaks / max(num_later_turns, 1),
     }
 
 
-def _of_evaluation(groups: Groups) -> dict[str, float]:
-    survivors, num_rollouts = _survivors(groups), _num_rollouts(groups)
+def _of_evaluation(groups: Groups, num_rollouts: int) -> dict[str, float]:
+    survivors, error_share = _survivors(groups), _error_share(groups, num_rollouts)
+    share = (1 - error_share) / max(len(survivors), 1)  # that each has of a mean
     metrics = {
-        "reward": float(sum(rollout.reward for rollout in survivors) / num_rollouts),
-        "error_share": 1 - len(survivors) / num_rollouts,
-        "truncated_share": sum(rollout.is_truncated for rollout in survivors) / num_rollouts,
-        "num_rollouts": float(num_rollouts),
+        "reward": float(sum(rollout.reward for rollout in survivors) * share),
+        "error_share": error_share,
+        "truncated_share": sum(rollout.is_truncated for rollout in survivors) * share,
+        "num_rollouts": float(len(groups) * num_rollouts),
     }
-    num_failed = sum(rollout.error is not None for rollout in groups[0])
-    num_attempts = num_failed + max(map(len, group_by_role(groups[0])), default=0)
-    if num_attempts > 1:
+    if num_rollouts > 1:
         passed = sum(any(r.error is None and r.reward >= 1 for r in group) for group in groups)
-        metrics[f"pass@{num_attempts}"] = passed / len(groups)
+        metrics[f"pass@{num_rollouts}"] = passed / len(groups)
     return metrics
 
 
@@ -102,27 +105,23 @@ def _survivors(groups: Groups) -> list[Rollout]:
     return [rollout for group in groups for rollout in group if rollout.error is None]
 
 
-def _num_rollouts(groups: Groups) -> int:
-    """Count rollouts. A failed episode, which has left one, counts as one of each agent."""
-    number = len(_survivors(groups))
-    for own in _by_env(groups).values():
-        rollouts = [*chain(*own)]
-        num_failed = sum(rollout.error is not None for rollout in rollouts)
-        number += num_failed * max(len(group_by_role(rollouts)), 1)
-    return number
+def _error_share(groups: Groups, num_rollouts: int) -> float:
+    num_failed = sum(rollout.error is not None for group in groups for rollout in group)
+    return num_failed / (len(groups) * num_rollouts)
 
 
-def _of_env(groups: Groups, share: float) -> dict[str, float]:
+def _of_env(groups: Groups, num_rollouts: int, share: float) -> dict[str, float]:
     """Return means of the environment's own metrics, each over the surviving rollouts that have it,
     and the mean reward of each agent, where episodes have several. A metric that is called like
     another number of a batch or an evaluation gets another name.
 
     Args:
-        groups: of one environment.
+        groups, num_rollouts: of one environment.
         share: a factor of its metrics: those of rollouts that did not survive count as 0.
     """
-    taken = {*_of_batch(groups), *_of_evaluation(groups), "group_share", "runtime", "wait_s"}
     survivors, means = _survivors(groups), dict[str, float]()
+    one = [survivors[:1]], num_rollouts  # for the names
+    taken = {*_of_batch(*one), *_of_evaluation(*one), "group_share", "runtime", "wait_s"}
     names = sorted({*chain(*(rollout.metrics for rollout in survivors))})
     for name in names if names != ["reward"] else ():  # else that is the reward
         free = name
@@ -140,8 +139,6 @@ def _of_env(groups: Groups, share: float) -> dict[str, float]:
 @cache  # once for each name
 def _say_renamed(name: str, free: str) -> None:
     logger.warning(
-        "the environment's metric %r is logged as %r, because batches or evaluations have a number "
-        "of that name",
-        name,
-        free,
+        f"the environment's metric {name!r} is logged as {free!r}, because batches or evaluations "
+        "have a number of that name"
     )

@@ -20,7 +20,7 @@ from verifiers_rl.distributed import reduce_over_ranks
 from verifiers_rl.losses import MAX_LOG_RATIO, LossInputs, log_importance_ratio
 from verifiers_rl.models import num_experts
 from verifiers_rl.packing import Microbatch
-from verifiers_rl.process.terminal import showing
+from verifiers_rl.process.terminal import show
 from verifiers_rl.report.run_folder import short
 from verifiers_rl.types import Batch, SampleSizes
 
@@ -245,24 +245,21 @@ class StepWindow(TrainerCallback):
         self._num_uniform = self._num_uniform + 1 if is_uniform else 0
         if self._num_uniform == UNIFORM_STEPS and state.is_world_process_zero:
             logger.warning(
-                "nothing can be learned: in the last %d batches no group had two different "
-                "rewards; their mean is %.3g. Does the reward depend on the reply? If it does, "
-                "take easier or harder examples, or raise temperature or rollouts_per_example, so "
-                "that replies to one example differ",
-                UNIFORM_STEPS,
-                metrics.get("reward", float("nan")),
+                f"nothing can be learned: in the last {UNIFORM_STEPS} batches no group had two "
+                f"different rewards; their mean is {metrics.get('reward', float('nan')):.3g}. Does "
+                "the reward depend on the reply? If it does, take easier or harder examples, or "
+                "raise temperature or rollouts_per_example, so that replies to one example differ"
             )
         # The weights of both sides are equal in the first step, if its batch is new.
         is_equal = self._is_first and metrics.get("staleness") == 0.0
         self._is_first, mismatch_kl = False, metrics.get("mismatch_kl", 0.0)
         if is_equal and mismatch_kl > FIRST_MISMATCH_KL and state.is_world_process_zero:
             logger.warning(
-                "mismatch_kl is %.2g in the first step, which the rounding of dtypes does not "
-                "explain (it stays below %g): the tokens were not sampled from the model that is "
-                "trained. Look at the server's model, at sampling options such as top_p, and at "
-                "what the environment or its harness puts into a request",
-                mismatch_kl,
-                FIRST_MISMATCH_KL,
+                f"mismatch_kl is {mismatch_kl:.2g} in the first step, which the rounding of dtypes "
+                f"does not explain (it stays below {FIRST_MISMATCH_KL:g}): the tokens were not "
+                "sampled from the model that is trained. Look at the server's model, at sampling "
+                "options such as top_p, and at what the environment or its harness puts into a "
+                "request"
             )
 
     def take(self) -> dict[str, float]:
@@ -373,12 +370,11 @@ class ShortProgress(ProgressCallback):
             for name, value in logs.items()
             if name in self._SHOWN or name.startswith("eval_")
         }
-        with showing("a line of metrics"):
-            if self.training_bar is not None and "reward" in logs:
-                self.training_bar.set_postfix(reward=short(logs["reward"]))
-            if shown:
-                super().on_log(args, state, control, {"step": state.global_step, **shown}, **kwargs)
+        if self.training_bar is not None and "reward" in logs:
+            show(self.training_bar.set_postfix, reward=short(logs["reward"]))
+        if shown:
+            shown = {"step": state.global_step, **shown}
+            show(super().on_log, args, state, control, shown, **kwargs)
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        with showing("the progress bar"):
-            super().on_step_end(*args, **kwargs)
+        show(super().on_step_end, *args, **kwargs)

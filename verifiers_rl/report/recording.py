@@ -30,7 +30,7 @@ from verifiers_rl.data import describe_error
 from verifiers_rl.json_text import as_json
 from verifiers_rl.process.disk import sync
 from verifiers_rl.process.secret_names import without_secrets
-from verifiers_rl.process.terminal import showing
+from verifiers_rl.process.terminal import show
 from verifiers_rl.report.metrics import TOKEN_VALUES, TokenValues
 from verifiers_rl.report.rollouts import RolloutWriter
 from verifiers_rl.report.run_folder import (
@@ -104,7 +104,7 @@ class RunFiles(TrainerCallback):
                     self._append(error.split, step, error.groups)
                 self.checkpoint()
             except OSError as second:
-                logger.error("%s", second)  # the run's own error is raised
+                logger.error(f"{second}")  # the run's own error is raised
             raise
         finally:
             self._writer = None
@@ -190,11 +190,10 @@ class RunFiles(TrainerCallback):
             with writing(target), target.open("ab") as file:
                 file.write(as_json(row) + b"\n")
         batch = self._trainer.batch
-        with showing("a line of metrics or a table of rollouts"):
-            if args.disable_tqdm:
-                PrinterCallback().on_log(args, state, control, logs)
-            elif args.log_rollouts and "step_s" in logs and batch.rollouts:
-                print_rollouts(batch.rollouts, state.global_step)
+        if args.disable_tqdm:
+            show(PrinterCallback().on_log, args, state, control, logs)
+        elif args.log_rollouts and "step_s" in logs and batch.rollouts:
+            show(print_rollouts, batch.rollouts, state.global_step)
 
     def _append(self, split: Split, step: int, groups: Sequence[Sequence[Rollout]]) -> None:
         """Let a thread write these rollouts. Wait until those before are written."""
@@ -331,7 +330,7 @@ def record_changes(folder: Path, before: Mapping[str, Any], step: int) -> None:
         for name in {**earlier, **later}:
             was, value = earlier.get(name, UNSET), later.get(name, UNSET)
             if was != value and name not in OF_OPTIMIZER:
-                logger.warning("from step %d on, %s=%.60s; it was %.60s", step, name, value, was)
+                logger.warning(f"from step {step} on, {name}={value!s:.60}; it was {was!s:.60}")
                 changes.append({"step": step, "name": name, "before": was, "now": value})
     write_run(folder, {"changes": changes})
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from verifiers_rl.data import printable
 from verifiers_rl.json_text import as_json
+from verifiers_rl.process.terminal import show
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +37,15 @@ RL_STATE = "rl_state.json"  # in a checkpoint: what our own parts need to contin
 # In a checkpoint, written last: size and SHA-256 of each other file.
 MANIFEST = "manifest.json"
 # Options without which a checkpoint cannot be loaded, and what trains.
+# Of an adapter, PEFT's names, because its config may be none of the options.
 OF_WEIGHTS = (
     "TRAINER",
     "use_lora",
-    "lora_rank",
+    "r",
     "lora_alpha",
-    "lora_use_rslora",
-    "lora_target_modules",
-    "lora_modules_to_save",
+    "use_rslora",
+    "target_modules",
+    "modules_to_save",
     "optim",
 )
 # Options whose values a checkpoint's optimizer has, so that new ones do not reach it.
@@ -181,12 +183,13 @@ def _checkpoint_to_resume(folder: Path, resume: bool | str) -> Path:
     )
 
 
-def enter_run_folder(args: Any, resume: bool | str | None) -> str | None:
+def enter_run_folder(args: Any, resume: bool | str | None, adapter: Any = None) -> str | None:
     """Prepare the folder of a run that begins now. Every rank calls this. Returns the checkpoint to
     resume from, or None.
 
     Args:
         args, resume: see `prepare_run_folder`.
+        adapter: the PEFT config of the model that is trained, if it has one.
 
     Raises:
         RunFolderError: on rank 0; see `prepare_run_folder`. Large files of the checkpoint are read
@@ -205,23 +208,24 @@ def enter_run_folder(args: Any, resume: bool | str | None) -> str | None:
             if checkpoint is not None:
                 raise_if_damaged(checkpoint, reads_all=True)
                 saved = rl_state_of(checkpoint)["position"]["options"]
-                for name, before in saved.items():
-                    if (now := getattr(args, name)) == before:
+                if adapter is not None:
+                    saved |= vars(type(adapter).from_pretrained(checkpoint))
+                for name in (*OF_OPTIMIZER, *OF_WEIGHTS):
+                    now = getattr(adapter, name, getattr(args, name, None))
+                    if now == (before := saved.get(name)):
                         continue
                     if name in OF_WEIGHTS:
                         raise RunFolderError(
                             f"{name}={now!r}: {checkpoint} is of a run with {before!r}. Resume "
-                            "with that, or begin a new run with the checkpoint as its model"
+                            "with that (lora_rank and the options beside it, or peft_config, say "
+                            "what an adapter is), or begin a new run with the checkpoint as its "
+                            "model"
                         )
                     logger.warning(
-                        "%s=%s: a resumed run goes on with its optimizer, so %s stays %s. To "
-                        "change it, begin a new run with the checkpoint as its model",
-                        name,
-                        now,
-                        name,
-                        before,
+                        f"{name}={now}: a resumed run goes on with its optimizer, so {name} stays "
+                        f"{before}. To change it, begin a new run with the checkpoint as its model"
                     )
-                print(f"resuming from {checkpoint}")
+                show(print, f"resuming from {checkpoint}")
                 _set_later_aside(folder, _step_of(checkpoint))
             found = {"checkpoint": str(checkpoint) if checkpoint else None}
     finally:  # rank 0 may rename checkpoints, so it alone looks
@@ -261,7 +265,7 @@ def _set_later_aside(folder: Path, step: int) -> None:
             target.parent.mkdir(exist_ok=True)
             shutil.rmtree(target, ignore_errors=True)
             later.rename(target)
-            print(f"{later.name} has steps that are repeated: it is now {target}")
+            show(print, f"{later.name} has steps that are repeated: it is now {target}")
 
 
 def clear_run_folder(folder: Path) -> None:

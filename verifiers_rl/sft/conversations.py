@@ -34,8 +34,10 @@ import numpy as np
 from jinja2 import TemplateError
 
 from verifiers_rl.data import describe_error
+from verifiers_rl.envs.records import without_none
 from verifiers_rl.envs.rendering import as_vllm_renders
 from verifiers_rl.option_rules import ConfigError
+from verifiers_rl.process.terminal import show
 from verifiers_rl.process.waiting import WaitingLine
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -191,7 +193,8 @@ class Tokenization:
         masks = [mask for samples in found for _, mask in samples]
         said = f"data {name}: {len(found)} rows with {sum(map(len, masks))} tokens, "
         said += f"{sum(int(mask.sum()) for mask in masks)} of them in the loss"
-        print("; ".join([said, *(f"{number} {what}" for what, number in num.items() if number)]))
+        parts = [said, *(f"{number} {what}" for what, number in num.items() if number)]
+        show(print, "; ".join(parts))
         return found
 
     def end_tokens(self, rows: Iterable[Sequence[Tokens]]) -> list[int]:
@@ -383,17 +386,6 @@ def _messages(messages: Any, column: str) -> list[dict[str, Any]]:
         except ValueError as error:
             raise DatasetError(f"{where}: {error}") from error
     return found
-
-
-def without_none(value: Any) -> Any:
-    """Return a value of a row without keys that are None, at any depth: in a table, each object of
-    a column has the keys of all. JSON that is a string stays as it is.
-    """
-    if isinstance(value, Mapping):
-        return {key: without_none(inner) for key, inner in value.items() if inner is not None}
-    if isinstance(value, list | tuple | np.ndarray):
-        return [without_none(inner) for inner in value]
-    return value
 
 
 def _value_of(value: Any, column: str) -> Any:

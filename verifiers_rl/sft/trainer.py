@@ -26,6 +26,7 @@ from verifiers_rl.config import ConfigError
 from verifiers_rl.data import example_index
 from verifiers_rl.distributed import broadcast_batch, broadcast_outcome, reduce_over_ranks
 from verifiers_rl.forward import evaluating
+from verifiers_rl.process.terminal import show
 from verifiers_rl.sft.config import SFTConfig
 from verifiers_rl.sft.conversations import Tokenization, Tokens
 from verifiers_rl.trainer import RLTrainer
@@ -182,10 +183,11 @@ class SFTTrainer(RLTrainer):
         config.eos_token_id = [*known, *new]
         if self.is_world_process_zero():
             texts = ", ".join(repr(cast(Any, self.processing_class).decode(one)) for one in new)
-            print(
+            show(
+                print,
                 f"replies end with {texts}, and the model's server does not stop there: "
                 "generation_config.json of the saved model names it now; that of an adapter needs "
-                "save_final = 'merged'"
+                "save_final = 'merged'",
             )
 
     # --- The step ---------------------------------------------------------------------------------

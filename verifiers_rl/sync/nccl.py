@@ -248,7 +248,7 @@ class NcclTransport:
             aborting.join(ABORT_DEADLINE_S)
             if aborting.is_alive():
                 logger.warning(
-                    "NCCL did not abort within %g s; its memory stays taken", ABORT_DEADLINE_S
+                    f"NCCL did not abort within {ABORT_DEADLINE_S:g} s; its memory stays taken"
                 )
 
 

@@ -134,11 +134,9 @@ class ServerPool:
         answers = self._wait_for(len(self.replicas))
         if missing := [one.url for one in self.replicas if one.sync is None]:
             logger.warning(
-                "no server at %s after %g s (vllm_server_timeout); the run begins with the other "
-                "%d. A server that comes later gets the weights with the next push",
-                ", ".join(missing),
-                self.timeout_s,
-                len(answers),
+                f"no server at {', '.join(missing)} after {self.timeout_s:g} s "
+                f"(vllm_server_timeout); the run begins with the other {len(answers)}. A server "
+                "that comes later gets the weights with the next push"
             )
         return answers[0]
 
@@ -336,7 +334,7 @@ class ServerPool:
         except InferenceServerError as error:
             is_news = str(error) != str(replica.error)
             if sync is None and is_news and not isinstance(error, ServerLostError):
-                logger.warning("the server at %s cannot be used: %s", replica.url, error)
+                logger.warning(f"the server at {replica.url} cannot be used: {error}")
                 replica.error = error
             self._lose(replica, sync, error)
         else:
@@ -353,7 +351,7 @@ class ServerPool:
                 if new.url in {replica.url for replica in self.replicas}:
                     continue
                 self.replicas = [*self.replicas, new]
-            logger.warning("the server at %s joins the run", new.url)
+            logger.warning(f"the server at {new.url} joins the run")
             self._poll(new)
 
     def _find(self, replica: Replica) -> dict[str, Any]:
@@ -382,7 +380,7 @@ class ServerPool:
             replica.sync = self._make_sync(replica.client, lora_sync=self.lora_sync)
         if self.policy_version is not None:
             logger.warning(
-                "the server at %s answers; it gets the weights with the next push", replica.url
+                f"the server at {replica.url} answers; it gets the weights with the next push"
             )
         return status
 
@@ -395,7 +393,7 @@ class ServerPool:
             replica.is_in_doubt = False
         if self._serving():
             logger.warning(
-                "%s; its %d rollouts begin again at the other servers", error, replica.num_running
+                f"{error}; its {replica.num_running} rollouts begin again at the other servers"
             )
         sync.close()
         self.on_lost(replica.url)

@@ -171,7 +171,7 @@ class WeightSync:
                 if self.backend == "nccl":
                     raise
                 # A part of a GPU shares no memory, and a firewall lets no NCCL through.
-                logger.warning("%s; HTTP is tried next (weight_sync_backend)", error)
+                logger.warning(f"{error}; HTTP is tried next (weight_sync_backend)")
                 self.close()
                 self.backend = "http"
                 self._connect(model, sources, adapter)
@@ -276,7 +276,12 @@ class WeightSync:
                 connection was given up. A new connection shows whether another trainer has it.
         """
         with self._connecting:
-            status, connection = self.client.status(), self.connection
+            try:
+                status = self.client.status()
+            except ServerLostError:  # perhaps a passing fault, and a lost server costs the batch
+                time.sleep(POLL_S)
+                status = self.client.status()
+            connection = self.connection
         if connection is None or status["connection"] != connection:
             raise ServerLostError(
                 f"the inference server at {self.client.base_url} started anew, or the connection "
