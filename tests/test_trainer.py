@@ -684,10 +684,12 @@ def test_a_full_disk_costs_the_checkpoint_and_does_not_hide_why_the_run_ends(mak
 def test_other_ranks_hear_of_a_signal_while_the_environment_loads(make_trainer, monkeypatch):
     trainer, said = make_trainer(), []
     breaking(trainer.orchestrator, "start", Interrupted(signal.SIGTERM))
-    monkeypatch.setattr("verifiers_rl.trainer.broadcast_outcome", said.append)
+    monkeypatch.setattr(
+        "verifiers_rl.distributed.broadcast_values", lambda values: said.append(values) or values
+    )
     with pytest.raises(Interrupted):
         trainer.train()
-    assert [type(outcome) for outcome in said] == [Interrupted]
+    assert said[-1] == {"signal": signal.SIGTERM}
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from verifiers_rl.distributed import broadcast_outcome
+from verifiers_rl.distributed import broadcast_values
 
 
 class Evaluations(TrainerCallback):
@@ -96,7 +96,7 @@ class Evaluations(TrainerCallback):
         Args:
             prefix: of the names of the current step's metrics; earlier ones have "eval".
         """
-        ended = broadcast_outcome({str(step): results for step, results in self._ended.items()})
+        ended = broadcast_values({str(step): results for step, results in self._ended.items()})
         self._ended = {}
         trainer, state = self._trainer, self._trainer.state
         now = state.global_step, state.epoch

@@ -33,7 +33,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -49,8 +49,9 @@ from verifiers_rl.data import ExampleOrder
 from verifiers_rl.distributed import (
     accumulating,
     broadcast_batch,
-    broadcast_outcome,
+    broadcast_values,
     connect_hosts,
+    failing_together,
     host_group,
     prepare_ranks,
     raise_if_gradient_not_finite,
@@ -82,6 +83,8 @@ from verifiers_rl.types import Batch, BatchSource, WeightSink
 from verifiers_rl.wiring import Replaced, check_arguments, make_source_and_sink
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 
 class RLTrainer(SavingTrainer):
@@ -162,7 +165,7 @@ class RLTrainer(SavingTrainer):
         self._reference = copy.deepcopy(policy).requires_grad_(False).eval() if needs_copy else None
         # Rank 0 has chosen, and the others gather what it sends.
         lora_sync = getattr(self.weight_sync, "lora_sync", args.lora_sync)
-        self._lora_sync = broadcast_outcome({"lora_sync": lora_sync})["lora_sync"]
+        self._lora_sync = broadcast_values({"lora_sync": lora_sync})["lora_sync"]
         self._interrupts, self._window = Interrupts(), StepWindow()
         self.evaluations = Evaluations(self)
         self.checkpoints, self._files = Checkpoints(self), RunFiles(self)
@@ -360,14 +363,14 @@ class RLTrainer(SavingTrainer):
 
     def _next_batch(self) -> Batch:
         """Return this step's batch on every rank, and request the batches ahead."""
-        self._on_rank_0(self._take_batch)
+        batch = self._on_rank_0(self._take_batch)
         self.evaluations.log_ended()
-        return broadcast_batch(self.batch if self.args.process_index == 0 else None)
+        return broadcast_batch(batch)
 
-    def _take_batch(self) -> None:
+    def _take_batch(self) -> Batch:
         """Send the weights that this step starts from, and request the batches of this step and of
-        the next max_off_policy_steps ones that are not pending. Then wait for this step's. With 0,
-        servers sleep behind it, if they can.
+        the next max_off_policy_steps ones that are not pending. Then wait for this step's, and
+        return it. With 0, servers sleep behind it, if they can.
         """
         step, num_ahead = self.state.global_step, self.args.max_off_policy_steps
         start = time.monotonic()
@@ -381,12 +384,13 @@ class RLTrainer(SavingTrainer):
             version = self.weight_sync.policy_version or 0
             self.orchestrator.submit(ahead, self.weight_sync.model_name, version)
         start = time.monotonic()
-        self.batch = self.orchestrator.get()
+        batch = self.orchestrator.get()
         self._metrics["wait_s"] = wait_s + time.monotonic() - start
-        self.batch.add_columns(needs_of(self.loss_fn))
+        batch.add_columns(needs_of(self.loss_fn))
         if not num_ahead and self.weight_sync.sleeps:
             self.evaluations.end()
             self.weight_sync.sleep()
+        return batch
 
     def push_weights(self) -> None:
         """Send the weights of this step to the server, unless the server has them. The policy
@@ -466,14 +470,10 @@ class RLTrainer(SavingTrainer):
             self._interrupts.handled(hosts, self.is_world_process_zero()),
             ExitStack() as parts,
         ):
-            try:  # the others wait for rank 0, which opens the environment
+            with failing_together():  # the others wait for rank 0, which opens the environment
                 parts.enter_context(self._serving())
                 parts.enter_context(self._files.open())
                 parts.enter_context(self.checkpoints.of_run(hosts, resume))
-            except BaseException as error:
-                broadcast_outcome(error)
-                raise
-            broadcast_outcome({})
             try:
                 result = super().train(resume, *args, **kwargs)
             except Interrupted:
@@ -522,10 +522,13 @@ class RLTrainer(SavingTrainer):
 
     # --- Rank 0, signals, a lost server -----------------------------------------------------------
 
-    def _on_rank_0(self, job: Callable[[], None]) -> None:
+    def _on_rank_0(self, job: Callable[[], _T]) -> _T | None:
         """Do this job on rank 0, while the other ranks wait, and help to gather split weights. It
         is done again when the server was lost meanwhile and came back. An error is raised behind a
         checkpoint of the steps so far.
+
+        Returns:
+            What the job has returned; None on the other ranks.
 
         Raises:
             Interrupted: a signal has come to a rank.
@@ -534,16 +537,12 @@ class RLTrainer(SavingTrainer):
         model = self.accelerator.unwrap_model(self.model)
         with self.checkpoints.saving_on_error():
             self._interrupts.check_all(waits=True)
-            try:
-                with self._serving(), gathering(model, self._lora_sync):
-                    if self.is_world_process_zero():
-                        self._retry_when_server_lost(job)
-            except BaseException as error:
-                broadcast_outcome(error)  # the others wait
-                raise
-            broadcast_outcome({})
+            with failing_together(), self._serving(), gathering(model, self._lora_sync):
+                is_main = self.is_world_process_zero()
+                result = self._retry_when_server_lost(job) if is_main else None
+        return result
 
-    def _retry_when_server_lost(self, job: Callable[[], None]) -> None:
+    def _retry_when_server_lost(self, job: Callable[[], _T]) -> _T:
         """Do a job. If the server is lost meanwhile, wait until the server is back and do it again,
         which then sends the weights again.
 
@@ -551,11 +550,13 @@ class RLTrainer(SavingTrainer):
             InferenceServerError: the server did not come back within vllm_server_timeout, or was
                 lost in three attempts at this job.
         """
-        for attempts_left in (2, 1, 0):
+        num_lost = 0
+        while True:
             try:
                 return job()
             except ServerLostError as error:
-                if not attempts_left:
+                num_lost += 1
+                if num_lost == 3:
                     raise
                 logger.warning("%s; waiting for it to come back", error)
                 self.orchestrator.discard()
