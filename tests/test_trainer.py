@@ -60,7 +60,7 @@ from verifiers_rl.losses import MASKS, needs
 from verifiers_rl.packing import ModelSupport, collate
 from verifiers_rl.process.interrupts import Interrupted
 from verifiers_rl.report.means import batch_metrics
-from verifiers_rl.report.metrics import ShortProgress, TokenMeans, model_flops
+from verifiers_rl.report.metrics import ShortProgress, StepMetrics, model_flops
 from verifiers_rl.report.run_folder import WritingError
 from verifiers_rl.sync.sources import what_to_send
 from verifiers_rl.types import Batch, Rollout
@@ -196,8 +196,9 @@ def test_the_gradients_of_two_parts_of_a_batch_add_up_to_that_of_all(make_traine
     options = {"loss_normalization": "constant"}  # the same number in each part
     expected, gradients, _ = batch_gradients(make_trainer(**options), samples)
     trainer = make_trainer(**options)
-    batch, means, first = Batch(0, 0, samples), TokenMeans(), np.arange(7) < 3
-    losses = [trainer.train_on(trainer.model, batch, means, part) for part in (first, ~first)]
+    first, batch = np.arange(7) < 3, Batch(0, 0, samples)
+    parts, metrics = (first, ~first), StepMetrics(batch)
+    losses = [trainer.train_on(trainer.model, batch, metrics, part) for part in parts]
     assert sum(losses).item() == pytest.approx(expected, rel=1e-5)
     found = {name: p.grad for name, p in trainer.model.named_parameters()}
     assert_close(found, gradients, rtol=1e-5, atol=1e-6)
@@ -899,13 +900,15 @@ def test_a_microbatch_without_loss_tokens_adds_nothing_whatever_the_loss_makes_o
         return LossOutputs(logprobs.sum() / logprobs.detach().std(correction=0))
 
     trainer = make_trainer(loss_fn=divided_by_a_spread)
-    trainer.tried_support, means = ModelSupport(), TokenMeans()
+    trainer.tried_support, metrics = ModelSupport(), StepMetrics(Batch(0, 0, []))
     # What a rank gets that has no samples left.
-    loss = trainer.microbatch_loss(trainer.model, collate([], [], [], pad_token_id=0), means)
+    loss = trainer.microbatch_loss(trainer.model, collate([], [], [], pad_token_id=0), metrics)
     loss.backward()
     assert loss.item() == 0.0
     assert all(p.grad is not None and not p.grad.any() for p in trainer.model.parameters())
-    assert set(means.reduce(1).values()) == {0.0}
+    metrics.reduce()
+    assert (metrics.num_microbatches, metrics.num_tokens, metrics.means) == (1, 0, {})
+    assert not metrics._sums.any()  # nor is it NaN
 
 
 def test_the_option_of_attention_reaches_the_step(make_trainer, tmp_path):

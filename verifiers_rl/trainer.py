@@ -69,9 +69,8 @@ from verifiers_rl.packing import Microbatch, ModelSupport, collate, copy_to, pla
 from verifiers_rl.process.interrupts import Interrupted, Interrupts
 from verifiers_rl.process.terminal import print_all_characters
 from verifiers_rl.report.metrics import (
-    StepCounts,
+    StepMetrics,
     StepWindow,
-    TokenMeans,
     device_metrics,
     model_flops,
     replace_progress_bar,
@@ -156,7 +155,8 @@ class RLTrainer(SavingTrainer):
         super().__init__(policy, args, processing_class=processing_class, **trainer_kwargs)
         self.batch: Batch | None = None  # that is being trained on
         self._is_serving = False
-        self._counts, self._metrics = StepCounts(), dict[str, float]()  # of the step
+        self._metrics = dict[str, float]()  # of the step: what rank 0 has waited for and sent
+        self._num_flops = 0  # of the step, of this rank's share
         # The KL penalty's reference, copied before the model is prepared for training. With LoRA it
         # is the model without its adapter.
         needs_copy = "reference_logprobs" in needs_of(self.loss_fn)
@@ -182,14 +182,14 @@ class RLTrainer(SavingTrainer):
     # --- The loss ---------------------------------------------------------------------------------
 
     def microbatch_loss(
-        self, model: nn.Module, microbatch: Microbatch, means: TokenMeans
+        self, model: nn.Module, microbatch: Microbatch, metrics: StepMetrics
     ) -> Tensor:
         """Compute the loss of a microbatch: a scalar, the SUM over its N loss tokens.
 
         Args:
             model: as it was prepared for training.
             microbatch: on the device of the model.
-            means: takes what is logged: (N,) tensors by name.
+            metrics: takes what is logged: (N,) tensors by name.
 
         Samples whose advantages are all 0 are not here if the loss needs nonzero ones, see `needs`.
         """
@@ -211,7 +211,7 @@ class RLTrainer(SavingTrainer):
             extras=targets.extras,
         )
         outputs = self.loss_fn(inputs)
-        means.add(inputs, outputs.metrics, microbatch)
+        metrics.add(inputs, outputs.metrics, microbatch)
         return outputs.loss if microbatch.has_loss else 0.0 * (logprobs.sum() + entropy.sum())
 
     def token_logprobs(
@@ -249,25 +249,32 @@ class RLTrainer(SavingTrainer):
             Scalar: this rank's share of the loss, times world_size. Its mean over ranks is the
             batch's loss.
         """
-        self._counts, self._metrics = StepCounts(), {}
+        self._metrics = {}
         self.batch = batch = self._next_batch()
         start = time.monotonic()
-        means = TokenMeans(self._files.values_of(batch), batch.metrics)
-        loss = self.train_on(model, batch, means)
-        # This waits for the device.
-        token_means = means.reduce(self._counts.num_loss_tokens)
+        metrics = StepMetrics(batch, self._files.values_of(batch))
+        loss = self.train_on(model, batch, metrics)
+        metrics.reduce()  # waits for the device
         train_s = time.monotonic() - start
         if (adaptive_kl := adaptive_kl_of(self.loss_fn)) is not None:
-            adaptive_kl.update(token_means)  # the same on all ranks
+            adaptive_kl.update(metrics.means)  # the same on all ranks
+        num_flops = model_flops(
+            self._base_of(self.model), metrics.num_tokens, metrics.num_loss_tokens
+        )
+        self._num_flops = num_flops // self.args.world_size
         self._window.steps.append(
-            {**batch.metrics, **self._metrics, "train_s": train_s, **token_means}
-            | self._counts.metrics(batch)
-            | device_metrics(self.args.device, self.floating_point_ops({}), train_s)
+            {**batch.metrics, **self._metrics, "train_s": train_s, **metrics.means}
+            | metrics.counts()
+            | device_metrics(self.args.device, self._num_flops, train_s)
         )
         return loss
 
     def train_on(
-        self, model: nn.Module, batch: Batch, means: TokenMeans, chosen: np.ndarray | None = None
+        self,
+        model: nn.Module,
+        batch: Batch,
+        metrics: StepMetrics,
+        chosen: np.ndarray | None = None,
     ) -> Tensor:
         """Run forward and backward on this rank's share of a batch, and return its loss.
 
@@ -302,7 +309,7 @@ class RLTrainer(SavingTrainer):
                     self._interrupts.check_all(waits=False)
                 with accumulating(self.accelerator, args, model, is_last):
                     with self.compute_loss_context_manager():
-                        loss = self.microbatch_loss(model, microbatch, means)
+                        loss = self.microbatch_loss(model, microbatch, metrics)
                         loss = loss * args.world_size / denominator
                     batch_loss += loss.detach()
                     if is_last:
@@ -330,22 +337,22 @@ class RLTrainer(SavingTrainer):
     def _microbatches(
         self, batch: Batch, is_computed: np.ndarray, loss_weights: np.ndarray
     ) -> Iterator[tuple[Microbatch, bool]]:
-        """Pack samples of a batch, and count what is computed. Give this rank's microbatches on
-        its device, each with whether it is the last one.
+        """Pack samples of a batch. Give this rank's microbatches on its device, each with whether
+        it is the last one.
 
         Args:
             is_computed: (S,) bool, the samples to pack.
             loss_weights: (S,), of the loss tokens of each sample.
         """
-        args, counts, sizes, support = self.args, self._counts, batch.sizes, self.tried_support
+        args, support = self.args, self.tried_support
         max_tokens = support.token_budget or args.token_budget
-        plans, num_shared = plan_batch(sizes, is_computed, max_tokens, args.world_size, support)
-        counts.add_samples(sizes, is_computed, num_shared)
+        plans, num_shared = plan_batch(
+            batch.sizes, is_computed, max_tokens, args.world_size, support
+        )
         own = plans[args.process_index]
         pad = cast(Any, self.processing_class).pad_token_id or 0
         for number, rows in enumerate(own, 1):
             microbatch = collate(batch.samples, rows, loss_weights, pad, num_shared)
-            counts.add_microbatch(microbatch)
             yield copy_to(microbatch, args.device), number == len(own)
 
     @cached_property
@@ -502,9 +509,8 @@ class RLTrainer(SavingTrainer):
         return DataLoader(steps, collate_fn=lambda step: {"step": step})  # type: ignore[arg-type]
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Count the operations of forward and backward for this rank's share of the batch."""
-        computed = self._counts.num_tokens, self._counts.num_loss_tokens
-        return model_flops(self._base_of(self.model), *computed) // self.args.world_size
+        """Return the operations of forward and backward for this rank's share of the batch."""
+        return self._num_flops
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Do as Trainer, but complete or not at all, after the evaluation of earlier weights."""
