@@ -26,7 +26,9 @@ def one_step(orchestrator, step=0, version=0):
 
 
 def evaluate(orchestrator, num_examples, num_rollouts):
-    orchestrator.begin_evaluation(num_examples, num_rollouts, "policy", 0)
+    orchestrator.args.eval_examples = num_examples
+    orchestrator.args.eval_rollouts_per_example = num_rollouts
+    orchestrator.begin_evaluation("policy", 0)
     return orchestrator.end_evaluation()
 
 
@@ -241,10 +243,10 @@ def test_what_ends_a_process_in_code_of_a_user_is_an_error_of_the_batch(make_orc
 
 def test_stop_and_giving_up_cancel_what_is_pending(make_orchestrator):
     runner = StubRunner(delay_s=60)
-    orchestrator = make_orchestrator(runner)
+    orchestrator = make_orchestrator(runner, eval_examples=4)
     for end in (orchestrator.discard, orchestrator.stop):
         orchestrator.submit(0, "policy", 0)
-        orchestrator.begin_evaluation(4, 1, "policy", 0)
+        orchestrator.begin_evaluation("policy", 0)
         wait_for_rollouts(runner, 12)
         end()
         wait_for_rollouts(runner, 0)
@@ -409,7 +411,7 @@ def test_an_evaluation_whose_rollouts_all_fail_ends_only_a_run_that_has_not_trai
     orchestrator = make_orchestrator(failing, metric_for_best_model="score")
     with pytest.raises(RolloutError, match=r"all 4 rollouts of the evaluation failed; .*no judge"):
         evaluate(orchestrator, 4, 1)
-    orchestrator.begin_evaluation(4, 1, "policy", policy_version=7)
+    orchestrator.begin_evaluation("policy", policy_version=7)
     metrics = orchestrator.end_evaluation()
     # A failed rollout counts as 0, whatever it would have had.
     assert (metrics["reward"], metrics["error_share"], metrics["score"]) == (0, 1, 0)

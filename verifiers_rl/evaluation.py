@@ -40,26 +40,21 @@ class Evaluations(TrainerCallback):
 
     def forget(self) -> None:
         """Forget the evaluations of a run before."""
-        self.due: int | None = None  # the step whose weights are to be evaluated
-        self._running: int | None = None  # that of the evaluation that has begun
+        self.is_due = False  # the weights of this step are to be evaluated
+        self._running: int | None = None  # the step of the evaluation that has begun
         self._ended: dict[int, dict[str, float]] = {}
 
     def begin(self) -> None:
         """Begin the evaluation that is due, if one is. The server gets the weights of this step
         first, unless it has them.
         """
-        if self.due is None:
+        if not self.is_due:
             return
         self.end()
-        trainer, args = self._trainer, self._trainer.args
+        trainer, step = self._trainer, self._trainer.state.global_step
         trainer.push_weights()
-        trainer.orchestrator.begin_evaluation(
-            args.eval_examples,
-            args.eval_rollouts_per_example,
-            trainer.weight_sync.model_name,
-            trainer.state.global_step,
-        )
-        self._running, self.due = self.due, None
+        trainer.orchestrator.begin_evaluation(trainer.weight_sync.model_name, step)
+        self._running, self.is_due = step, False
 
     def end(self) -> None:
         """Wait for the evaluation that runs, if one does."""
@@ -75,7 +70,7 @@ class Evaluations(TrainerCallback):
         discarded: the server has lost its weights, and the trainer may have newer ones.
         """
         if self._running is not None:
-            self.due, self._running = self._trainer.state.global_step, None
+            self._running, self.is_due = None, True
 
     def on_train_end(self, args: Any, *others: Any, **kwargs: Any) -> None:
         """Wait for the evaluations that run or are due, and log them."""
@@ -122,8 +117,8 @@ class Evaluations(TrainerCallback):
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """Return whether a run that continues at this step has an evaluation to begin."""
-        return {"due": step if (self.due, self._running) != (None, None) else None}
+        return {"due": self.is_due or self._running is not None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._trainer.args.process_index == 0:
-            self.due = state["due"]
+            self.is_due = state["due"]

@@ -429,7 +429,7 @@ class RLTrainer(SavingTrainer):
 
         def now() -> None:
             self.orchestrator.wait()
-            self.evaluations.due = self.state.global_step
+            self.evaluations.is_due = True
             self.evaluations.begin()
             self.evaluations.end()
 
@@ -446,8 +446,7 @@ class RLTrainer(SavingTrainer):
         self.control.should_evaluate = False
         if skip_scheduler and self.state.global_step:  # eval_on_start, and the run began before
             return {}
-        if self.is_world_process_zero():
-            self.evaluations.due = self.state.global_step
+        self.evaluations.is_due = self.is_world_process_zero()
         if self.args.metric_for_best_model is not None:
             return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
         return {}  # `_next_batch` logs the result later
