@@ -553,7 +553,7 @@ class StubSource(idle(BatchSource)):
         assert self.evaluates is not None
         version, self.evaluates = self.evaluates, None
         self.calls.append(f"evaluated {version}")
-        return {"reward": self.reward_of(version)}
+        return {"reward": self.reward_of(version)}, []
 
     def stop(self):
         self.running = False

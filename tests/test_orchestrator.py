@@ -29,7 +29,7 @@ def evaluate(orchestrator, num_examples, num_rollouts):
     orchestrator.args.eval_examples = num_examples
     orchestrator.args.eval_rollouts_per_example = num_rollouts
     orchestrator.begin_evaluation("policy", 0)
-    return orchestrator.end_evaluation()
+    return orchestrator.end_evaluation()[0]
 
 
 def advantages(batch):
@@ -412,7 +412,8 @@ def test_an_evaluation_whose_rollouts_all_fail_ends_only_a_run_that_has_not_trai
     with pytest.raises(RolloutError, match=r"all 4 rollouts of the evaluation failed; .*no judge"):
         evaluate(orchestrator, 4, 1)
     orchestrator.begin_evaluation("policy", policy_version=7)
-    metrics = orchestrator.end_evaluation()
+    metrics, groups = orchestrator.end_evaluation()
+    assert [len(group) for group in groups] == [1] * 4
     # A failed rollout counts as 0, whatever it would have had.
     assert (metrics["reward"], metrics["error_share"], metrics["score"]) == (0, 1, 0)
 

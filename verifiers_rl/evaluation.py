@@ -24,6 +24,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from verifiers_rl.distributed import broadcast_values
+from verifiers_rl.types import Rollout
 
 
 class Evaluations(TrainerCallback):
@@ -32,6 +33,9 @@ class Evaluations(TrainerCallback):
 
     Args:
         trainer: the `RLTrainer`.
+
+    Attributes:
+        groups: of evaluations that have ended, to be written, by the step.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -43,6 +47,7 @@ class Evaluations(TrainerCallback):
         self.is_due = False  # the weights of this step are to be evaluated
         self._running: int | None = None  # the step of the evaluation that has begun
         self._ended: dict[int, dict[str, float]] = {}
+        self.groups: dict[int, list[list[Rollout]]] = {}
 
     def begin(self) -> None:
         """Begin the evaluation that is due, if one is. The server gets the weights of this step
@@ -61,7 +66,7 @@ class Evaluations(TrainerCallback):
         if self._running is None:
             return
         start = time.monotonic()
-        results = self._trainer.orchestrator.end_evaluation()
+        results, self.groups[self._running] = self._trainer.orchestrator.end_evaluation()
         self._ended[self._running] = {**results, "wait_s": time.monotonic() - start}
         self._running = None
 

@@ -43,7 +43,7 @@ from verifiers_rl.requests import (
     warn_of_failures,
     while_served,
 )
-from verifiers_rl.types import LOAD_S, Batch, Rollout, Split
+from verifiers_rl.types import LOAD_S, Batch, Evaluated, Rollout, Split
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Job:
     Attributes:
         split, num_rollouts, model, policy_version: of its groups, see `GroupRequest`.
         progress: of its rollouts.
-        result: a `Batch`, or the metrics of the evaluation.
+        result: a `Batch`, or what was `Evaluated`.
     """
 
     split: Split
@@ -84,7 +84,6 @@ class Orchestrator:
 
     Attributes:
         sampling: the sampling options of rollout requests, for training and for evaluations.
-        evaluated: groups of evaluations, to be written, by the policy version.
     """
 
     def __init__(
@@ -107,7 +106,6 @@ class Orchestrator:
             "train": args.sampling_args(),
             "eval": args.eval_sampling_args(),
         }
-        self.evaluated: dict[int, list[list[Rollout]]] = {}
         # What scores a group beside its rewards, such as a teacher, comes behind its rollouts.
         self._group_s = args.generation_timeout + getattr(env, "scoring_timeout_s", 0.0)
         # Positions in the order of examples that the steps before a checkpoint had more than these.
@@ -174,9 +172,9 @@ class Orchestrator:
         job.result = self._begin(self._evaluate(job, examples))
         self._evaluation = [job]
 
-    def end_evaluation(self) -> dict[str, float]:
-        """Wait for the evaluation. Returns means, in which a failed rollout counts as reward 0, and
-        `runtime`, the seconds that it took. docs/metrics.md defines each.
+    def end_evaluation(self) -> Evaluated:
+        """Wait for the evaluation. Its metrics are means, in which a failed rollout counts as
+        reward 0, and `runtime`, the seconds that it took. docs/metrics.md defines each.
         """
         assert self._evaluation, "no evaluation was begun"
         try:
@@ -222,8 +220,8 @@ class Orchestrator:
         metrics["generation_s"] = time.monotonic() - start
         return Batch(step, job.policy_version, samples, rollouts, metrics, groups=groups)
 
-    async def _evaluate(self, job: Job, examples: Sequence[int]) -> dict[str, float]:
-        """Run the groups of these examples, and return their means.
+    async def _evaluate(self, job: Job, examples: Sequence[int]) -> Evaluated:
+        """Run the groups of these examples.
 
         Raises:
             ConfigError: `metric_for_best_model` is none of them.
@@ -231,7 +229,6 @@ class Orchestrator:
         start = time.monotonic()
         running = gather_or_cancel(self._run_group(job, index) for index in examples)
         groups: list[list[Rollout]] = await while_served(running, self.check_server)
-        self.evaluated[job.policy_version] = groups
         # What it costs to end a run that has trained is more than what an evaluation says.
         warn_of_failures(groups, "eval", may_all_fail=job.policy_version > 0)
         metrics = {**evaluation_metrics(groups), "runtime": time.monotonic() - start}
@@ -241,7 +238,7 @@ class Orchestrator:
                 f"metric_for_best_model={best!r}: evaluations have {', '.join(metrics)}; set one "
                 "of these. With eval_on_start=True, a run says it before its first step"
             )
-        return {best: 0.0, **metrics}  # a failed rollout counts as 0
+        return {best: 0.0, **metrics}, groups  # a failed rollout counts as 0
 
     async def _run_group(self, job: Job, index: int) -> list[Rollout]:
         """Run the group of this example, and set the advantages of one to train on. Raises

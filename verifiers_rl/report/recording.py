@@ -67,7 +67,7 @@ class RunFiles(TrainerCallback):
     rollouts.
 
     Args:
-        trainer: the `RLTrainer`, of which it reads `args`, `batch`, `orchestrator`, `state`,
+        trainer: the `RLTrainer`, of which it reads `args`, `batch`, `evaluations`, `state`,
             `model` and `processing_class`.
     """
 
@@ -166,8 +166,8 @@ class RunFiles(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the rollouts of the evaluation whose results were logged at this step."""
-        evaluated = getattr(self._trainer.orchestrator, "evaluated", {})
-        self._append("eval", state.global_step, evaluated.pop(state.global_step, []))
+        groups = self._trainer.evaluations.groups.pop(state.global_step, [])
+        self._append("eval", state.global_step, groups)
 
     def checkpoint(self) -> None:
         """Bring all rollouts and metrics up to this step to the disk."""
