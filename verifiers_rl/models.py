@@ -30,7 +30,7 @@ from transformers.models.auto.modeling_auto import (
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.inference.checkpoint import NUM_EXPERTS
 from verifiers_rl.router_replay import routers_of
-from verifiers_rl.sync.sources import check_reference, text_parameters
+from verifiers_rl.sync.sources import adapter_of, base_of, check_reference, text_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def load_policy(model: Any, args: RLConfig, peft_config: Any = None) -> Any:
         is_half = parameter.dtype in (torch.bfloat16, torch.float16)
         if parameter.requires_grad and is_half and not hasattr(parameter, "ds_id"):
             parameter.data = parameter.data.float()
-    base = policy.get_base_model() if hasattr(policy, "peft_config") else policy
+    base = base_of(policy)
     config = base.config.get_text_config()
     if getattr(config, "output_router_logits", False):
         # The model would take it beside a mask of another form.
@@ -153,7 +153,7 @@ def _load_base(model: str, dtype: torch.dtype, revision: str | None = None) -> A
 
 
 def _set_attention(model: Any, implementation: str | None) -> None:
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    base = base_of(model)
     before = base.config._attn_implementation
     if implementation is None or before == implementation:
         return
@@ -265,20 +265,21 @@ def check_policy(model: Any, args: RLConfig, needs: Collection[str] = ()) -> Non
     Args:
         needs: what the loss needs, see `losses.needs_of`.
     """
-    if args.process_index == 0 and hasattr(model, "peft_config"):
+    adapter = adapter_of(model)
+    if args.process_index == 0 and adapter is not None:
         model.print_trainable_parameters()
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
             "model: all its weights are frozen; PeftModel.from_pretrained needs is_trainable=True"
         )
-    if hasattr(model, "peft_config") and _unties(model):
+    if adapter is not None and _unties(model):
         raise ConfigError(
             "the adapter changes a weight that this model uses twice, such as for its embedding "
             "and its head, as do the server and a saved model: leave it out of "
             "lora_target_modules and lora_modules_to_save, or set use_lora=False"
         )
-    if "reference_logprobs" in needs and hasattr(model, "peft_config"):
-        check_reference(model.peft_config["default"])
+    if "reference_logprobs" in needs and adapter is not None:
+        check_reference(adapter)
     if args.router_replay and not routers_of(model):
         raise ConfigError(
             f"router_replay=True: {type(model).__name__} has no router that chooses experts; leave "

@@ -77,7 +77,7 @@ from verifiers_rl.report.metrics import (
 )
 from verifiers_rl.report.recording import RunFiles
 from verifiers_rl.report.run_folder import enter_run_folder
-from verifiers_rl.sync.sources import gathering
+from verifiers_rl.sync.sources import base_of, gathering
 from verifiers_rl.types import Batch, BatchSource, WeightSink
 from verifiers_rl.wiring import Replaced, check_arguments, make_source_and_sink
 
@@ -497,8 +497,7 @@ class RLTrainer(SavingTrainer):
 
     def _base_of(self, model: Any) -> Any:
         """Return the Hugging Face model inside DDP and PEFT."""
-        model = self.accelerator.unwrap_model(model)
-        return model.get_base_model() if hasattr(model, "peft_config") else model
+        return base_of(self.accelerator.unwrap_model(model))
 
     # --- Hooks of Trainer -------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from verifiers_rl.forward import check_head, evaluating, predict_targets
 from verifiers_rl.inference import InferenceClient, InferenceServerError
 from verifiers_rl.packing import ModelSupport, collate, copy_to
 from verifiers_rl.router_replay import replay_experts
+from verifiers_rl.sync.sources import base_of
 from verifiers_rl.types import Sample
 
 NUM_TOKENS = 32
@@ -111,7 +112,7 @@ def logprobs_of_sample(model: Any, sample: Sample, args: Any) -> np.ndarray:
     Raises:
         ConfigError: see `check_head`.
     """
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    base = base_of(model)
     device = next(model.parameters()).device
     replay_experts(base, None)  # of the last microbatch
     row = copy_to(collate([sample], [[0]], [1.0], 0), device)
