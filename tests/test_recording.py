@@ -15,9 +15,8 @@ from tests.helpers import StubSource, breaking, make_samples, on
 from tests.test_rollouts import read as read_rollouts
 from verifiers_rl import RLConfig
 from verifiers_rl.advantages import center_on_group_mean, of_rewards, set_advantages
-from verifiers_rl.data import describe_error
 from verifiers_rl.envs.workers import WorkerError
-from verifiers_rl.process.terminal import print_all_characters
+from verifiers_rl.process.terminal import describe_error, print_all_characters
 from verifiers_rl.report.recording import describe_experiment
 from verifiers_rl.report.rollouts import RolloutWriter
 from verifiers_rl.report.run_folder import WritingError, read_run

@@ -45,7 +45,6 @@ from typing import Any
 import numpy as np
 
 import verifiers_rl
-from verifiers_rl.data import describe_error, printable
 from verifiers_rl.envs.base import (
     HOW_TO_MAKE_PYTHON,
     InvalidEnvironmentError,
@@ -55,7 +54,12 @@ from verifiers_rl.envs.base import (
 from verifiers_rl.inference import RolloutSession, SessionLostError
 from verifiers_rl.process import parent as parent_of_worker
 from verifiers_rl.process.loop_thread import cancel_all_others, contain_tasks, run_contained
-from verifiers_rl.process.terminal import end_without_noise, print_all_characters
+from verifiers_rl.process.terminal import (
+    describe_error,
+    end_without_noise,
+    print_all_characters,
+    printable,
+)
 from verifiers_rl.requests import GroupRequest, Progress
 from verifiers_rl.types import LOAD_S, Rollout, pack_samples, unpack_samples
 

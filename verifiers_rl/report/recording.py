@@ -26,11 +26,10 @@ import numpy as np
 from transformers import PrinterCallback, TrainerCallback
 
 from verifiers_rl.config import default_options
-from verifiers_rl.data import describe_error
 from verifiers_rl.json_text import as_json
 from verifiers_rl.process.disk import sync
 from verifiers_rl.process.secret_names import without_secrets
-from verifiers_rl.process.terminal import showing
+from verifiers_rl.process.terminal import describe_error, showing
 from verifiers_rl.report.metrics import TOKEN_VALUES, TokenValues
 from verifiers_rl.report.rollouts import RolloutWriter
 from verifiers_rl.report.run_folder import (

@@ -20,8 +20,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from verifiers_rl.data import printable
 from verifiers_rl.json_text import as_json
+from verifiers_rl.process.terminal import printable
 
 logger = logging.getLogger(__name__)
 
