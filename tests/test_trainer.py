@@ -632,6 +632,27 @@ def test_an_evaluation_that_decides_over_checkpoints_is_awaited_at_once(
     assert trainer.state.best_metric == 0.5 and evaluated(folder)[0] == (2, 0.5)
 
 
+def test_a_metric_for_the_best_model_that_evaluations_lack_is_named_with_those_that_they_have(
+    make_trainer,
+):
+    def best(name, metrics):
+        source = StubSource()
+        end = source.end_evaluation
+        source.end_evaluation = lambda: (metrics, end()[1])
+        options = {"load_best_model_at_end": True, "save_steps": 2, "metric_for_best_model": name}
+        trainer = make_trainer(source=source, overwrite_output_dir=True, **EVALUATED, **options)
+        trainer.train()
+        return trainer.state.best_metric
+
+    names = {"reward": 0.5, "score": 2.0, "pass@2": 1.0}
+    said = "metric_for_best_model='scroe': evaluations have reward, score, pass@2; set one of these"
+    with pytest.raises(ConfigError, match=said):
+        best("scroe", names)
+    assert (best("eval_score", names), best("pass@2", names)) == (2.0, 1.0)
+    # A failed rollout counts as 0, whatever it would have had.
+    assert best("score", {"reward": 0.0, "error_share": 1.0}) == 0.0
+
+
 def test_evaluate_called_in_training_gives_its_metrics_at_once(make_trainer, folder):
     got = []
     evaluate = on("on_step_end", lambda state: got.append(trainer.evaluate()["eval_reward"]))

@@ -23,6 +23,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from verifiers_rl.config import ConfigError
 from verifiers_rl.distributed import broadcast_values
 from verifiers_rl.types import Rollout
 
@@ -62,12 +63,23 @@ class Evaluations(TrainerCallback):
         self._running, self.is_due = step, False
 
     def end(self) -> None:
-        """Wait for the evaluation that runs, if one does."""
+        """Wait for the evaluation that runs, if one does.
+
+        Raises:
+            ConfigError: `metric_for_best_model` is none of its metrics.
+        """
         if self._running is None:
             return
         start = time.monotonic()
-        results, self.groups[self._running] = self._trainer.orchestrator.end_evaluation()
-        self._ended[self._running] = {**results, "wait_s": time.monotonic() - start}
+        metrics, self.groups[self._running] = self._trainer.orchestrator.end_evaluation()
+        best = (self._trainer.args.metric_for_best_model or "reward").removeprefix("eval_")
+        if best not in metrics and metrics.get("error_share") != 1:
+            raise ConfigError(
+                f"metric_for_best_model={best!r}: evaluations have {', '.join(metrics)}; set one "
+                "of these. With eval_on_start=True, a run says it before its first step"
+            )
+        # A failed rollout counts as 0.
+        self._ended[self._running] = {best: 0.0, **metrics, "wait_s": time.monotonic() - start}
         self._running = None
 
     def begin_again(self) -> None:

@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any
 
 from verifiers_rl.advantages import AdvantageFn, set_advantages
-from verifiers_rl.config import ConfigError, RLConfig
+from verifiers_rl.config import RLConfig
 from verifiers_rl.data import ExampleOrder, examples_at, first_of_each, order_examples
 from verifiers_rl.inference import derive_seed
 from verifiers_rl.process import waiting
@@ -221,24 +221,13 @@ class Orchestrator:
         return Batch(step, job.policy_version, samples, rollouts, metrics, groups=groups)
 
     async def _evaluate(self, job: Job, examples: Sequence[int]) -> Evaluated:
-        """Run the groups of these examples.
-
-        Raises:
-            ConfigError: `metric_for_best_model` is none of them.
-        """
+        """Run the groups of these examples."""
         start = time.monotonic()
         running = gather_or_cancel(self._run_group(job, index) for index in examples)
         groups: list[list[Rollout]] = await while_served(running, self.check_server)
         # What it costs to end a run that has trained is more than what an evaluation says.
         warn_of_failures(groups, "eval", may_all_fail=job.policy_version > 0)
-        metrics = {**evaluation_metrics(groups), "runtime": time.monotonic() - start}
-        best = (self.args.metric_for_best_model or "reward").removeprefix("eval_")
-        if best not in metrics and metrics["error_share"] < 1:
-            raise ConfigError(
-                f"metric_for_best_model={best!r}: evaluations have {', '.join(metrics)}; set one "
-                "of these. With eval_on_start=True, a run says it before its first step"
-            )
-        return {best: 0.0, **metrics}, groups  # a failed rollout counts as 0
+        return {**evaluation_metrics(groups), "runtime": time.monotonic() - start}, groups
 
     async def _run_group(self, job: Job, index: int) -> list[Rollout]:
         """Run the group of this example, and set the advantages of one to train on. Raises
