@@ -295,7 +295,6 @@ class Worker:
         self._load_s, self._limit_s = max(timeout_s, LOAD_S), max(timeout_s, BLOCKED_S)
         self._num_deaths = 0  # since it returned a group
         self._silent_s = 0.0  # so long it has said nothing
-        self._process: Process | None = None
         self._send = sender()
         self._numbers = itertools.count()
         self.ready: asyncio.Future[list[dict[str, Any]]] = asyncio.Future()
@@ -348,7 +347,7 @@ class Worker:
         if shutil.which(self._python or sys.executable) is None:
             raise self._error(f"no such program; {HOW_TO_MAKE_PYTHON}")
         process, reader, writer = await start_process(self._python, self._recipes)
-        self._process, self._send, self._silent_s = process, sender(writer), 0.0
+        self._send, self._silent_s = sender(writer), 0.0
         watching = asyncio.create_task(self._watch(process))
         said, problem = dict[str, Any](), ""
         try:
