@@ -19,7 +19,7 @@ import torch
 
 from verifiers_rl import RLTrainer
 from verifiers_rl.advantages import scale_by_group_std
-from verifiers_rl.types import Rollout
+from verifiers_rl.types import Batch, Rollout
 
 WEIGHTS = {"right": 1.0, "short": 0.2}
 
@@ -38,11 +38,11 @@ def gdpo(group: list[Rollout], weights: Mapping[str, float] = WEIGHTS) -> list[f
 class GDPOTrainer(RLTrainer):
     """Normalises advantages in the batch."""
 
-    def _take_batch(self) -> None:
-        super()._take_batch()
-        advantages = [rollout.advantage for rollout in self.batch.rollouts]
-        if len(advantages) < 2:
-            return  # one has no deviation
-        mean, std = np.mean(advantages), np.std(advantages, ddof=1)
-        for rollout in self.batch.rollouts:
-            rollout.set_advantage(float((rollout.advantage - mean) / (std + 1e-6)))
+    def _take_batch(self) -> Batch:
+        batch = super()._take_batch()
+        advantages = [rollout.advantage for rollout in batch.rollouts]
+        if len(advantages) > 1:  # one has no deviation
+            mean, std = np.mean(advantages), np.std(advantages, ddof=1)
+            for rollout in batch.rollouts:
+                rollout.set_advantage(float((rollout.advantage - mean) / (std + 1e-6)))
+        return batch

@@ -35,7 +35,7 @@ class Batches:
         return Batch(step, version, samples, rollouts, {"reward": 0.5}, groups=[rollouts])
 
     def end_evaluation(self):
-        return {"reward": 0.5}
+        return {"reward": 0.5}, []
 
     def state_dict(self, step):
         return {}

@@ -544,7 +544,7 @@ class StubSource(idle(BatchSource)):
         rollouts = [Rollout(0, "p", "c", reward=0.25, samples=[s], num_turns=1) for s in samples]
         return Batch(step, version, samples, rollouts, {"reward": 0.25})
 
-    def begin_evaluation(self, num_examples, num_rollouts, model, policy_version):
+    def begin_evaluation(self, model, policy_version):
         assert self.running and self.evaluates is None
         self.calls.append(f"evaluate {policy_version}")
         self.evaluates = policy_version
@@ -553,7 +553,7 @@ class StubSource(idle(BatchSource)):
         assert self.evaluates is not None
         version, self.evaluates = self.evaluates, None
         self.calls.append(f"evaluated {version}")
-        return {"reward": self.reward_of(version)}
+        return {"reward": self.reward_of(version)}, []
 
     def stop(self):
         self.running = False

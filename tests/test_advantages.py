@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from verifiers_rl.advantages import ADVANTAGES, check_size
+from verifiers_rl.advantages import ADVANTAGES, check_magnitude
 from verifiers_rl.types import LARGEST_REWARD
 
 
@@ -35,6 +35,6 @@ def test_maxrl_refuses_negative_rewards():
 def test_rewards_that_pass_give_advantages_that_pass():
     largest = LARGEST_REWARD
     first, _ = advantages("leave_one_out", [largest, -largest])
-    check_size(first)
+    check_magnitude(first)
     with pytest.raises(ValueError, match=r"an advantage is 2e\+16; its size must be 1e\+16"):
-        check_size(20 * largest)
+        check_magnitude(20 * largest)

@@ -14,7 +14,8 @@ from torch import distributed
 from tests.helpers import make_samples, values_of
 from verifiers_rl import RLConfig
 from verifiers_rl.distributed import (
-    HostGroup, broadcast_batch, broadcast_outcome, connect_hosts, let_gloo_threads_finish,
+    HostGroup, broadcast_batch, broadcast_values, connect_hosts, failing_together,
+    let_gloo_threads_finish,
 )
 from verifiers_rl.report.metrics import TOKEN_VALUES, TokenValues
 from verifiers_rl.types import Batch, Rollout
@@ -60,13 +61,16 @@ for i in have:
 empty = broadcast_batch(Batch(8, 7, []) if rank == 0 else None)
 assert empty.num_loss_tokens == 0 and not empty.samples
 try:
-    broadcast_outcome(None)
+    with failing_together():
+        assert rank > 0, "rank 0's own"
     raised = ""
-except RuntimeError as error:
+except (AssertionError, RuntimeError) as error:
     raised = str(error)
-assert raised == ("" if rank == 0 else
+assert raised == ("rank 0's own" if rank == 0 else
                   "rank 0 has failed; its error is in its own output")
-assert broadcast_outcome({"a": [1.5, "ß"]} if rank == 0 else None) == {"a": [1.5, "ß"]}
+with failing_together():  # nobody fails
+    pass
+assert broadcast_values({"a": [1.5, "ß"]} if rank == 0 else {}) == {"a": [1.5, "ß"]}
 hosts = HostGroup(1.0, 2.0)
 if rank == 1:
     try:

@@ -222,8 +222,8 @@ def test_the_flat_example_runs_on_a_cpu_with_another_model_and_environment(warm_
     # An ejected trainer with one metric more.
     run_python("-m", "verifiers_rl.cli.rl", "--eject", tmp_path)
     trainer = tmp_path / "my_trainer.py"
-    text, mark = trainer.read_text(), '**token_means, "my_mark": 42.5}'
-    trainer.write_text(text.replace("**token_means}", mark))
+    text, mark = trainer.read_text(), '**metrics.means, "my_mark": 42.5}'
+    trainer.write_text(text.replace("**metrics.means}", mark))
     page = (ROOT / "docs/configuration.md").read_text()
     (tmp_path / "hosted.toml").write_text(re.findall(r"```toml\n(.*?)```", page, re.DOTALL)[0])
     (tmp_path / "secrets.env").write_text("JUDGE_NOTE=veiled-9431\n")

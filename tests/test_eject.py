@@ -66,10 +66,11 @@ def change(path, old, new):
 FORKS = {
     "half of the rollouts": ("in rollouts for sample in", "in rollouts[:4] for sample in"),
     "a term per token": (
-        "        means.add(inputs, outputs.metrics, microbatch)\n",
+        "        metrics.add(inputs, outputs.metrics, microbatch)\n",
         """\
         outputs.loss = outputs.loss + 0.5 * (inputs.weights * inputs.trainer_logprobs**2).sum()
-        means.add(inputs, {**outputs.metrics, "mine": inputs.trainer_logprobs.detach()}, microbatch)
+        mine = inputs.trainer_logprobs.detach()
+        metrics.add(inputs, {**outputs.metrics, "mine": mine}, microbatch)
 """,
     ),
     "two losses": (
@@ -81,18 +82,18 @@ FORKS = {
 """,
     ),
     "two updates a batch": (
-        "        loss = self.train_on(model, batch, means)\n",
+        "        loss = self.train_on(model, batch, metrics)\n",
         """\
         first = np.arange(len(batch.sizes.lengths)) % 2 == 0
-        loss = self.train_on(model, batch, means, first)
+        loss = self.train_on(model, batch, metrics, first)
         self.update_now(model)
-        loss += self.train_on(model, batch, means, ~first)
+        loss += self.train_on(model, batch, metrics, ~first)
 """,
     ),
     "an update every second batch": (
-        "        loss = self.train_on(model, batch, means)\n",
+        "        loss = self.train_on(model, batch, metrics)\n",
         """\
-        loss = self.train_on(model, batch, means)
+        loss = self.train_on(model, batch, metrics)
         if self.state.global_step % 2 == 0:
             self.kept = [parameter.grad for parameter in model.parameters()]
             self.optimizer.zero_grad()

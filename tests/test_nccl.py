@@ -74,9 +74,9 @@ def ranks(timeout_s=20.0):
         except RuntimeError as error:
             errors[rank] = error
 
-    trainer = nccl.NcclTransport(0, 2, CPU, timeout_s)
+    trainer = nccl.ProcessGroupTransport(0, 2, CPU, timeout_s)
     unique_id = trainer.unique_id()
-    worker = nccl.NcclTransport(1, 2, CPU, timeout_s, unique_id, given_up.is_set)
+    worker = nccl.ProcessGroupTransport(1, 2, CPU, timeout_s, unique_id, given_up.is_set)
     transports = trainer, worker
     threads = [threading.Thread(target=connect, args=item) for item in enumerate(transports)]
     for thread in threads:
@@ -111,12 +111,13 @@ def test_a_message_that_never_completes_ends_at_our_deadline_and_is_aborted_once
     groups = make_groups(num_complete=1)
     with ranks(timeout_s=0.5) as (made, _, _):
         transport = made[rank]
-        with pytest.raises(nccl.NcclError, match=r"longer than 0\.5 s \(vllm_server_timeout\)"):
+        late = r"longer than 0\.5 s \(vllm_server_timeout\)"
+        with pytest.raises(nccl.TransportError, match=late):
             transport.receive(4)() if rank else transport.send(BUCKET)
         transport.close()
         transport.abandon()
         assert groups[rank].num_aborts == 1
-        with pytest.raises(nccl.NcclError, match="was closed"):
+        with pytest.raises(nccl.TransportError, match="was closed"):
             transport.receive(4)
 
 
@@ -139,14 +140,14 @@ def test_an_id_that_nccl_does_not_draw_ends_at_the_deadline_or_with_its_error(mo
         (fail, "NCCL failed: no GPU"),
     ):
         monkeypatch.setattr(nccl, "make_nccl_group", make)
-        with pytest.raises(nccl.NcclError, match=message):
-            nccl.NcclTransport(0, 2, CPU, 0.2).unique_id()
+        with pytest.raises(nccl.TransportError, match=message):
+            nccl.ProcessGroupTransport(0, 2, CPU, 0.2).unique_id()
 
 
 def test_what_nccl_reports_is_raised_unless_it_follows_from_another_end(make_groups):
     groups = make_groups(num_complete=2, error=RuntimeError("unhandled cuda error"))
     with ranks() as (made, _, given_up):
-        with pytest.raises(nccl.NcclError, match="NCCL failed: unhandled cuda error"):
+        with pytest.raises(nccl.TransportError, match="NCCL failed: unhandled cuda error"):
             made[0].send(BUCKET)
         receive = made[1].receive(4)
         given_up.set()
@@ -187,7 +188,7 @@ class Group:
         time.sleep(0.3)
         print("aborted", flush=True)
 
-transport = nccl.NcclTransport(0, 2, torch.device("cpu"), 9.0, make_group=Group)
+transport = nccl.ProcessGroupTransport(0, 2, torch.device("cpu"), 9.0, make_group=Group)
 transport.unique_id()
 transport.abandon()
 """
@@ -252,7 +253,7 @@ from verifiers_rl.sync import nccl
 device = torch.device(sys.argv[1])
 if device.type == "cpu":
     nccl.make_nccl_group = make_gloo_group
-transport = nccl.NcclTransport(1, 2, device, 60.0, bytes.fromhex(sys.stdin.readline()))
+transport = nccl.ProcessGroupTransport(1, 2, device, 60.0, bytes.fromhex(sys.stdin.readline()))
 transport.wait_until_connected()
 print(transport.receive(4)().tolist(), flush=True)
 sys.stdin.readline()
@@ -269,7 +270,7 @@ def test_a_worker_joins_by_the_id_alone_and_its_death_does_not_end_the_trainer(m
         monkeypatch.setenv("NCCL_HOSTID", "trainer")
     else:
         monkeypatch.setattr(nccl, "make_nccl_group", make_gloo_group)
-    transport = nccl.NcclTransport(0, 2, torch.device(ours), 60.0)
+    transport = nccl.ProcessGroupTransport(0, 2, torch.device(ours), 60.0)
     unique_id = transport.unique_id()
     assert len(unique_id) == nccl.ID_BYTES
     with (
@@ -283,7 +284,7 @@ def test_a_worker_joins_by_the_id_alone_and_its_death_does_not_end_the_trainer(m
         assert worker.stdout.readline() == "[1, 2, 3, 4]\n"
         worker.kill()
         buffer = torch.zeros(2**26, dtype=torch.uint8, device=ours)
-        with pytest.raises(nccl.NcclError, match="NCCL failed"):  # not our deadline
+        with pytest.raises(nccl.TransportError, match="NCCL failed"):  # not our deadline
             transport.send(buffer)
 
 
@@ -291,6 +292,6 @@ def test_a_worker_joins_by_the_id_alone_and_its_death_does_not_end_the_trainer(m
 def test_a_bucket_that_the_other_side_does_not_take_or_fill_ends_the_wait(shared_bucket, rank):
     with (
         ranks(timeout_s=0.5) as (made, _, _),
-        pytest.raises(nccl.NcclError, match=r"took longer than 0\.5 s"),
+        pytest.raises(nccl.TransportError, match=r"took longer than 0\.5 s"),
     ):
         made[1].receive(4)() if rank else made[0].send(BUCKET)

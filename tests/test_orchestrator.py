@@ -9,7 +9,6 @@ import torch
 
 from tests.conftest import wait_until
 from tests.helpers import StubRunner, make_samples
-from verifiers_rl.config import ConfigError
 from verifiers_rl.data import first_of_each, order_examples
 from verifiers_rl.inference import ServerLostError
 from verifiers_rl.orchestrator import RolloutError
@@ -26,8 +25,10 @@ def one_step(orchestrator, step=0, version=0):
 
 
 def evaluate(orchestrator, num_examples, num_rollouts):
-    orchestrator.begin_evaluation(num_examples, num_rollouts, "policy", 0)
-    return orchestrator.end_evaluation()
+    orchestrator.args.eval_examples = num_examples
+    orchestrator.args.eval_rollouts_per_example = num_rollouts
+    orchestrator.begin_evaluation("policy", 0)
+    return orchestrator.end_evaluation()[0]
 
 
 def advantages(batch):
@@ -241,10 +242,10 @@ def test_what_ends_a_process_in_code_of_a_user_is_an_error_of_the_batch(make_orc
 
 def test_stop_and_giving_up_cancel_what_is_pending(make_orchestrator):
     runner = StubRunner(delay_s=60)
-    orchestrator = make_orchestrator(runner)
+    orchestrator = make_orchestrator(runner, eval_examples=4)
     for end in (orchestrator.discard, orchestrator.stop):
         orchestrator.submit(0, "policy", 0)
-        orchestrator.begin_evaluation(4, 1, "policy", 0)
+        orchestrator.begin_evaluation("policy", 0)
         wait_for_rollouts(runner, 12)
         end()
         wait_for_rollouts(runner, 0)
@@ -406,36 +407,13 @@ def test_an_evaluation_whose_rollouts_all_fail_ends_only_a_run_that_has_not_trai
     make_orchestrator,
 ):
     failing = StubRunner(outcome=lambda *_: ValueError("no judge"))
-    orchestrator = make_orchestrator(failing, metric_for_best_model="score")
+    orchestrator = make_orchestrator(failing)
     with pytest.raises(RolloutError, match=r"all 4 rollouts of the evaluation failed; .*no judge"):
         evaluate(orchestrator, 4, 1)
-    orchestrator.begin_evaluation(4, 1, "policy", policy_version=7)
-    metrics = orchestrator.end_evaluation()
-    # A failed rollout counts as 0, whatever it would have had.
-    assert (metrics["reward"], metrics["error_share"], metrics["score"]) == (0, 1, 0)
-
-
-def test_a_metric_for_the_best_model_that_evaluations_lack_is_named_with_those_that_they_have(
-    make_orchestrator,
-):
-    class Scoring(StubRunner):
-        async def run_group(self, request):
-            group = await super().run_group(request)
-            for rollout in group:
-                rollout.metrics = {"score": 1.0}
-            return group
-
-    def evaluated(name):
-        options = {"load_best_model_at_end": True, "metric_for_best_model": name}
-        options |= {"eval_strategy": "steps", "save_strategy": "steps"}
-        return evaluate(make_orchestrator(Scoring(), **options), 4, 2)
-
-    names = "reward, error_share, truncated_share, num_rollouts, pass@2, score, runtime"
-    said = f"metric_for_best_model='scroe': evaluations have {names}; set one of these"
-    with pytest.raises(ConfigError, match=said):
-        evaluated("scroe")
-    for name in ("eval_score", "pass@2", "reward"):
-        assert evaluated(name)["score"] == 1.0
+    orchestrator.begin_evaluation("policy", policy_version=7)
+    metrics, groups = orchestrator.end_evaluation()
+    assert [len(group) for group in groups] == [1] * 4
+    assert (metrics["reward"], metrics["error_share"]) == (0, 1)
 
 
 def test_an_evaluation_takes_the_first_examples_of_each_environment():

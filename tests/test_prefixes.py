@@ -26,8 +26,8 @@ from tests.reference import (
 from tests.tree_samples import make_sample, make_tree
 from verifiers_rl import cispo, forward
 from verifiers_rl.packing import ModelSupport, collate, copy_to, plan_batch
-from verifiers_rl.report.metrics import TokenMeans
-from verifiers_rl.types import SampleSizes
+from verifiers_rl.report.metrics import StepMetrics
+from verifiers_rl.types import Batch, SampleSizes
 
 
 def plan_all(samples, max_tokens, **options):
@@ -291,7 +291,7 @@ def test_samples_without_gradient_are_not_computed_but_count(make_trainer):
 
     def run(loss_fn=None):
         trainer = make_trainer(loss_fn=loss_fn, share_prefixes=False)
-        return *batch_gradients(trainer, samples), trainer._counts.num_tokens
+        return *batch_gradients(trainer, samples), trainer.floating_point_ops({})
 
     loss, gradients, row, num_computed = run()
     # A loss of one's own may have a gradient anywhere.
@@ -345,9 +345,10 @@ def test_forward_and_backward_of_a_microbatch_wait_for_nothing(
     ((rows, *_),), num_shared = plan_all(samples, 1000, layout=layout)
     microbatch = collate(samples, rows, [1.0] * len(samples), 0, num_shared)
     assert num_shared.any()
+    metrics = StepMetrics(Batch(0, 0, samples))
     trainer.loss_fn = trainer.loss_fn.__wrapped__  # as after the check of the first step
     with NoWaits():
-        total = trainer.microbatch_loss(trainer.model, microbatch, TokenMeans())
+        total = trainer.microbatch_loss(trainer.model, microbatch, metrics)
         total.backward()
         for wait in (total.item, total.__bool__, lambda: total[None][total[None] == total]):
             with pytest.raises(AssertionError):

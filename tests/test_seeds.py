@@ -22,11 +22,12 @@ def test_each_group_of_a_run_has_a_seed_of_its_own_whatever_ran_before(make_orch
         """The seeds of the groups of these steps, which are policy versions too; and all seeds."""
         runner = StubRunner()
         options |= {"example_order": lambda positions, sizes: [p % 3 for p in positions]}
-        orchestrator = make_orchestrator(runner, rollouts_per_example=2, **options)
+        options |= {"rollouts_per_example": 2, "eval_examples": 2}
+        orchestrator = make_orchestrator(runner, **options)
         for step in steps:
             orchestrator.submit(step, "m", step)
             orchestrator.get()
-        orchestrator.begin_evaluation(2, 1, "m", steps[-1])
+        orchestrator.begin_evaluation("m", steps[-1])
         orchestrator.end_evaluation()
         return seeds_of_places(runner), [request.seed for request in runner.seen]
 

@@ -91,7 +91,7 @@ def test_a_step_equals_a_float64_reference_however_rows_are_packed(
     )
     trainer.tried_support = ModelSupport(layout)
     loss, grads = gradients_of_a_step(trainer)
-    assert trainer._counts.num_microbatches > 1
+    assert trainer._window.steps[0]["num_microbatches"] > 1
     samples = trainer.batch.samples
     assert len(samples) == 8 and sum(s.num_loss_tokens for s in samples) > 30
     of_sequence = normalization == "sequence"

@@ -64,7 +64,7 @@ from verifiers_rl.losses import MASKS, needs
 from verifiers_rl.packing import ModelSupport, collate
 from verifiers_rl.process.interrupts import Interrupted
 from verifiers_rl.report.means import batch_metrics
-from verifiers_rl.report.metrics import ShortProgress, TokenMeans, model_flops
+from verifiers_rl.report.metrics import ShortProgress, StepMetrics, model_flops
 from verifiers_rl.report.run_folder import WritingError
 from verifiers_rl.sync.sources import what_to_send
 from verifiers_rl.types import Batch, Rollout
@@ -200,8 +200,9 @@ def test_the_gradients_of_two_parts_of_a_batch_add_up_to_that_of_all(make_traine
     options = {"loss_normalization": "constant"}  # the same number in each part
     expected, gradients, _ = batch_gradients(make_trainer(**options), samples)
     trainer = make_trainer(**options)
-    batch, means, first = Batch(0, 0, samples), TokenMeans(), np.arange(7) < 3
-    losses = [trainer.train_on(trainer.model, batch, means, part) for part in (first, ~first)]
+    first, batch = np.arange(7) < 3, Batch(0, 0, samples)
+    parts, metrics = (first, ~first), StepMetrics(batch)
+    losses = [trainer.train_on(trainer.model, batch, metrics, part) for part in parts]
     assert sum(losses).item() == pytest.approx(expected, rel=1e-5)
     found = {name: p.grad for name, p in trainer.model.named_parameters()}
     assert_close(found, gradients, rtol=1e-5, atol=1e-6)
@@ -634,6 +635,27 @@ def test_an_evaluation_that_decides_over_checkpoints_is_awaited_at_once(
     assert trainer.state.best_metric == 0.5 and evaluated(folder)[0] == (2, 0.5)
 
 
+def test_a_metric_for_the_best_model_that_evaluations_lack_is_named_with_those_that_they_have(
+    make_trainer,
+):
+    def best(name, metrics):
+        source = StubSource()
+        end = source.end_evaluation
+        source.end_evaluation = lambda: (metrics, end()[1])
+        options = {"load_best_model_at_end": True, "save_steps": 2, "metric_for_best_model": name}
+        trainer = make_trainer(source=source, overwrite_output_dir=True, **EVALUATED, **options)
+        trainer.train()
+        return trainer.state.best_metric
+
+    names = {"reward": 0.5, "score": 2.0, "pass@2": 1.0}
+    said = "metric_for_best_model='scroe': evaluations have reward, score, pass@2; set one of these"
+    with pytest.raises(ConfigError, match=said):
+        best("scroe", names)
+    assert (best("eval_score", names), best("pass@2", names)) == (2.0, 1.0)
+    # A failed rollout counts as 0, whatever it would have had.
+    assert best("score", {"reward": 0.0, "error_share": 1.0}) == 0.0
+
+
 def test_evaluate_called_in_training_gives_its_metrics_at_once(make_trainer, folder):
     got = []
     evaluate = on("on_step_end", lambda state: got.append(trainer.evaluate()["eval_reward"]))
@@ -714,10 +736,12 @@ def test_a_full_disk_costs_the_checkpoint_and_does_not_hide_why_the_run_ends(mak
 def test_other_ranks_hear_of_a_signal_while_the_environment_loads(make_trainer, monkeypatch):
     trainer, said = make_trainer(), []
     breaking(trainer.orchestrator, "start", Interrupted(signal.SIGTERM))
-    monkeypatch.setattr("verifiers_rl.trainer.broadcast_outcome", said.append)
+    monkeypatch.setattr(
+        "verifiers_rl.distributed.broadcast_values", lambda values: said.append(values) or values
+    )
     with pytest.raises(Interrupted):
         trainer.train()
-    assert [type(outcome) for outcome in said] == [Interrupted]
+    assert said[-1] == {"signal": signal.SIGTERM}
 
 
 @pytest.mark.parametrize(
@@ -945,13 +969,15 @@ def test_a_microbatch_without_loss_tokens_adds_nothing_whatever_the_loss_makes_o
         return LossOutputs(logprobs.sum() / logprobs.detach().std(correction=0))
 
     trainer = make_trainer(loss_fn=divided_by_a_spread)
-    trainer.tried_support, means = ModelSupport(), TokenMeans()
+    trainer.tried_support, metrics = ModelSupport(), StepMetrics(Batch(0, 0, []))
     # What a rank gets that has no samples left.
-    loss = trainer.microbatch_loss(trainer.model, collate([], [], [], pad_token_id=0), means)
+    loss = trainer.microbatch_loss(trainer.model, collate([], [], [], pad_token_id=0), metrics)
     loss.backward()
     assert loss.item() == 0.0
     assert all(p.grad is not None and not p.grad.any() for p in trainer.model.parameters())
-    assert set(means.reduce(1).values()) == {0.0}
+    metrics.reduce()
+    assert (metrics.num_microbatches, metrics.num_tokens, metrics.means) == (1, 0, {})
+    assert not metrics._sums.any()  # nor is it NaN
 
 
 def test_the_option_of_attention_reaches_the_step(make_trainer, tmp_path):

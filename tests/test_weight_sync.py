@@ -157,7 +157,7 @@ class StubNccl:
 @pytest.fixture
 def over_nccl(monkeypatch):
     """A WeightSync that is connected over stand-ins for NCCL, and its model."""
-    monkeypatch.setattr("verifiers_rl.sync.weight_sync.NcclTransport", StubNccl)
+    monkeypatch.setattr("verifiers_rl.sync.weight_sync.ProcessGroupTransport", StubNccl)
     monkeypatch.setattr("verifiers_rl.sync.weight_sync.choose_backend", lambda *_: "nccl")
     sync, model = WeightSync(StubServer(), timeout_s=30), make_tiny_model()
     sync.connect(model, *what_to_send(model, "merged"))
@@ -179,10 +179,10 @@ def test_where_nccl_cannot_connect_http_is_next_unless_the_server_is_lost(
 ):
     def fail(transport):
         server.is_up = not dies
-        raise nccl.NcclError("connecting took too long")
+        raise nccl.TransportError("connecting took too long")
 
     monkeypatch.setattr("verifiers_rl.sync.weight_sync.gpu_uuid", lambda device: "gpu-0")
-    monkeypatch.setattr("verifiers_rl.sync.weight_sync.NcclTransport", StubNccl)
+    monkeypatch.setattr("verifiers_rl.sync.weight_sync.ProcessGroupTransport", StubNccl)
     monkeypatch.setattr(StubNccl, fails_at, fail)
     gpu = "gpu-0" if fails_at == "unique_id" else "gpu-1"
     server, model = StubServer(gpus=[gpu]), make_tiny_model()
@@ -194,7 +194,7 @@ def test_where_nccl_cannot_connect_http_is_next_unless_the_server_is_lost(
     else:
         push_to(sync, model, 0)
         push_to(sync, model, 1)
-        assert sync._nccl is None and server.policy_version == 1
+        assert sync._transport is None and server.policy_version == 1
         assert caplog.text.count("connecting took too long; HTTP is tried next") == 1
 
 
@@ -215,11 +215,11 @@ def test_over_nccl_the_servers_error_says_why_and_ends_our_part(
         raise says
 
     sync, model = over_nccl
-    transport = sync._nccl
+    transport = sync._transport
     sync._hold.has_reply = lambda: False
     monkeypatch.setattr("tests.helpers.StubRequest.answer", answer)
     monkeypatch.setattr("tests.helpers.StubRequest.has_reply", lambda request: says is REFUSED)
-    transport.error = nccl.NcclError("NCCL failed: a worker left")
+    transport.error = nccl.TransportError("NCCL failed: a worker left")
     with pytest.raises(InferenceServerError, match=message) as caught:
         push_to(sync, model, 0)
     assert isinstance(caught.value, ServerLostError) == (says is not REFUSED)

@@ -44,11 +44,11 @@ def as_numbers(advantages: Any, num_rollouts: int) -> list[np.ndarray]:
     return numbers
 
 
-def check_size(advantage: float | np.ndarray) -> None:
+def check_magnitude(advantage: float | np.ndarray) -> None:
     """Raise ValueError if an advantage, or that of a token, is NaN or too large for float32."""
-    size = np.abs(advantage).max(initial=0.0)
-    if not size <= (largest := 10 * LARGEST_REWARD):  # NaN is not, either
-        raise ValueError(f"an advantage is {size:g}; its size must be {largest:g} at most")
+    magnitude = np.abs(advantage).max(initial=0.0)
+    if not magnitude <= (largest := 10 * LARGEST_REWARD):  # NaN is not, either
+        raise ValueError(f"an advantage is {magnitude:g}; its size must be {largest:g} at most")
 
 
 def of_rewards(function: Callable[[Tensor], Tensor]) -> AdvantageFn:
@@ -144,6 +144,6 @@ def set_advantages(
             if rollout.added_advantages is not None:
                 own = np.concatenate([sample.advantages for sample in rollout.samples])
                 rollout.set_advantage(own + rollout.added_advantages)
-            check_size(rollout.advantage)
+            check_magnitude(rollout.advantage)
             for sample in rollout.samples:
-                check_size(sample.advantages)
+                check_magnitude(sample.advantages)

@@ -49,6 +49,7 @@ from verifiers_rl.report.run_folder import (
     write_run,
 )
 from verifiers_rl.sync.sources import (
+    adapter_of,
     check_adapter,
     gather_full,
     merged_sources,
@@ -312,13 +313,13 @@ def check_final(policy: Any, args: RLConfig) -> None:
     """Raise ConfigError if the final model cannot be saved as `save_final` asks."""
     if args.save_final == "adapter":
         return
-    if not hasattr(policy, "peft_config"):
+    if (adapter := adapter_of(policy)) is None:
         raise ConfigError(
             f"save_final={args.save_final!r}: without effect where all weights are trained: the "
             "final model is a plain one; leave it out"
         )
     try:
-        check_adapter(policy.peft_config["default"], "merged")
+        check_adapter(adapter, "merged")
     except ValueError as error:
         raise ConfigError(f"save_final={args.save_final!r}: {error}") from error
 

@@ -45,23 +45,31 @@ def broadcast_batch(batch: Batch | None) -> Batch:
     return batch or Batch(step, policy_version, unpack_samples(message, content))
 
 
-def broadcast_outcome(outcome: dict[str, Any] | BaseException | None) -> dict[str, Any]:
-    """Return rank 0's numbers and texts on every rank. Where rank 0 passes an error (or None),
-    which it raises itself, the other ranks raise here.
+def broadcast_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Return rank 0's numbers and texts on every rank."""
+    return values if _hosts is None else _hosts.broadcast(values)
+
+
+@contextmanager
+def failing_together() -> Iterator[None]:
+    """Enter this on every rank around what rank 0 does. The other ranks wait for it at the end.
 
     Raises:
-        Interrupted: on the other ranks, when rank 0 was interrupted.
-        RuntimeError: on the other ranks, when rank 0 failed.
+        Interrupted: on the other ranks, when rank 0 was interrupted inside.
+        RuntimeError: on the other ranks, when rank 0 failed inside.
     """
-    if _hosts is None:
-        return outcome if isinstance(outcome, dict) else {}
-    signal = outcome.number if isinstance(outcome, Interrupted) else None
-    message = _hosts.broadcast(outcome if isinstance(outcome, dict) else signal)
-    if isinstance(message, dict) or distributed.get_rank() == 0:
-        return message if isinstance(message, dict) else {}
-    if message is not None:
-        raise Interrupted(message)
-    raise RuntimeError("rank 0 has failed; its error is in its own output")
+    failure: dict[str, Any] = {}
+    try:
+        yield
+    except BaseException as error:
+        failure = {"signal": error.number if isinstance(error, Interrupted) else None}
+        raise
+    finally:
+        failure = broadcast_values(failure)
+        if failure and _hosts is not None and distributed.get_rank() > 0:
+            if failure["signal"] is not None:
+                raise Interrupted(failure["signal"])
+            raise RuntimeError("rank 0 has failed; its error is in its own output")
 
 
 class HostGroup:

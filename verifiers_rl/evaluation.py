@@ -23,7 +23,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from verifiers_rl.distributed import broadcast_outcome
+from verifiers_rl.config import ConfigError
+from verifiers_rl.distributed import broadcast_values
+from verifiers_rl.types import Rollout
 
 
 class Evaluations(TrainerCallback):
@@ -32,6 +34,9 @@ class Evaluations(TrainerCallback):
 
     Args:
         trainer: the `RLTrainer`.
+
+    Attributes:
+        groups: of evaluations that have ended, to be written, by the step.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -40,34 +45,41 @@ class Evaluations(TrainerCallback):
 
     def forget(self) -> None:
         """Forget the evaluations of a run before."""
-        self.due: int | None = None  # the step whose weights are to be evaluated
-        self._running: int | None = None  # that of the evaluation that has begun
-        self.ended: dict[int, dict[str, float]] = {}  # results, by the step of the weights
+        self.is_due = False  # the weights of this step are to be evaluated
+        self._running: int | None = None  # the step of the evaluation that has begun
+        self.ended: dict[int, dict[str, float]] = {}  # metrics, by the step of the weights
+        self.groups: dict[int, list[list[Rollout]]] = {}
 
     def begin(self) -> None:
         """Begin the evaluation that is due, if one is. The server gets the weights of this step
         first, unless it has them.
         """
-        if self.due is None:
+        if not self.is_due:
             return
         self.end()
-        trainer, args = self._trainer, self._trainer.args
+        trainer, step = self._trainer, self._trainer.state.global_step
         trainer.push_weights()
-        trainer.orchestrator.begin_evaluation(
-            args.eval_examples,
-            args.eval_rollouts_per_example,
-            trainer.weight_sync.model_name,
-            trainer.state.global_step,
-        )
-        self._running, self.due = self.due, None
+        trainer.orchestrator.begin_evaluation(trainer.weight_sync.model_name, step)
+        self._running, self.is_due = step, False
 
     def end(self) -> None:
-        """Wait for the evaluation that runs, if one does."""
+        """Wait for the evaluation that runs, if one does.
+
+        Raises:
+            ConfigError: `metric_for_best_model` is none of its metrics.
+        """
         if self._running is None:
             return
         start = time.monotonic()
-        results = self._trainer.orchestrator.end_evaluation()
-        self.ended[self._running] = {**results, "wait_s": time.monotonic() - start}
+        metrics, self.groups[self._running] = self._trainer.orchestrator.end_evaluation()
+        best = (self._trainer.args.metric_for_best_model or "reward").removeprefix("eval_")
+        if best not in metrics and metrics.get("error_share") != 1:
+            raise ConfigError(
+                f"metric_for_best_model={best!r}: evaluations have {', '.join(metrics)}; set one "
+                "of these. With eval_on_start=True, a run says it before its first step"
+            )
+        # A failed rollout counts as 0.
+        self.ended[self._running] = {best: 0.0, **metrics, "wait_s": time.monotonic() - start}
         self._running = None
 
     def begin_again(self) -> None:
@@ -75,7 +87,7 @@ class Evaluations(TrainerCallback):
         discarded: the server has lost its weights, and the trainer may have newer ones.
         """
         if self._running is not None:
-            self.due, self._running = self._trainer.state.global_step, None
+            self._running, self.is_due = None, True
 
     def on_train_end(self, args: Any, *others: Any, **kwargs: Any) -> None:
         """Wait for the evaluations that run or are due, and log them."""
@@ -96,7 +108,7 @@ class Evaluations(TrainerCallback):
         Args:
             prefix: of the names of the current step's metrics; earlier ones have "eval".
         """
-        ended = broadcast_outcome({str(step): results for step, results in self.ended.items()})
+        ended = broadcast_values({str(step): results for step, results in self.ended.items()})
         self.ended = {}
         trainer, state = self._trainer, self._trainer.state
         now = state.global_step, state.epoch
@@ -122,8 +134,8 @@ class Evaluations(TrainerCallback):
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """Return whether a run that continues at this step has an evaluation to begin."""
-        return {"due": step if (self.due, self._running) != (None, None) else None}
+        return {"due": self.is_due or self._running is not None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._trainer.args.process_index == 0:
-            self.due = state["due"]
+            self.is_due = state["due"]

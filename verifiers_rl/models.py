@@ -31,7 +31,7 @@ from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.inference.checkpoint import NUM_EXPERTS
 from verifiers_rl.process.terminal import show
 from verifiers_rl.router_replay import routers_of
-from verifiers_rl.sync.sources import base_of, check_reference, text_parameters
+from verifiers_rl.sync.sources import adapter_of, base_of, check_reference, text_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -273,7 +273,8 @@ def check_policy(
         needs: what the loss needs, see `losses.needs_of`.
         optimizer: the caller's own, if there is one.
     """
-    if args.process_index == 0 and hasattr(model, "peft_config"):
+    adapter = adapter_of(model)
+    if args.process_index == 0 and adapter is not None:
         show(model.print_trainable_parameters)
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     if not trained:
@@ -292,8 +293,8 @@ def check_policy(
             "and its head, as do the server and a saved model: leave it out of "
             "lora_target_modules and lora_modules_to_save, or set use_lora=False"
         )
-    if "reference_logprobs" in needs and hasattr(model, "peft_config"):
-        check_reference(model.peft_config["default"])
+    if "reference_logprobs" in needs and adapter is not None:
+        check_reference(adapter)
     if args.router_replay and not routers_of(model):
         raise ConfigError(
             f"router_replay=True: {type(model).__name__} has no router that chooses experts; leave "

@@ -22,12 +22,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from verifiers_rl.advantages import AdvantageFn, set_advantages
-from verifiers_rl.config import ConfigError, RLConfig
+from verifiers_rl.config import RLConfig
 from verifiers_rl.data import ExampleOrder, examples_at, first_of_each, order_examples
 from verifiers_rl.inference import derive_seed
 from verifiers_rl.process import waiting
@@ -43,23 +43,29 @@ from verifiers_rl.requests import (
     warn_of_failures,
     while_served,
 )
-from verifiers_rl.types import LOAD_S, Batch, Rollout, Split
+from verifiers_rl.types import LOAD_S, Batch, Evaluated, Rollout, Split
 
 logger = logging.getLogger(__name__)
 
 GRACE_S = 60.0  # beyond the deadlines of rollouts, for work that these could not end
 
 
-class Job(NamedTuple):
+@dataclass
+class Job:
     """A batch or an evaluation that is generated.
 
     Attributes:
-        result: a `Batch`, or the metrics of the evaluation.
+        split, num_rollouts, model, policy_version: of its groups, see `GroupRequest`.
         progress: of its rollouts.
+        result: a `Batch`, or what was `Evaluated`.
     """
 
-    result: Future[Any]
-    progress: Progress
+    split: Split
+    num_rollouts: int
+    model: str
+    policy_version: int
+    progress: Progress = field(default_factory=Progress)
+    result: Future[Any] = field(init=False)
 
 
 class Orchestrator:
@@ -78,7 +84,6 @@ class Orchestrator:
 
     Attributes:
         sampling: the sampling options of rollout requests, for training and for evaluations.
-        evaluated: groups of evaluations, to be written, by the policy version.
     """
 
     def __init__(
@@ -101,7 +106,6 @@ class Orchestrator:
             "train": args.sampling_args(),
             "eval": args.eval_sampling_args(),
         }
-        self.evaluated: dict[int, list[list[Rollout]]] = {}
         # What scores a group beside its rewards, such as a teacher, comes behind its rollouts.
         self._group_s = args.generation_timeout + getattr(env, "scoring_timeout_s", 0.0)
         # Positions in the order of examples that the steps before a checkpoint had more than these.
@@ -124,9 +128,10 @@ class Orchestrator:
         """Begin to generate the batch of this step. Rollout requests carry `model` as model name.
         `get` takes the batches in the order of their submission.
         """
-        request = self._request("train", self.args.rollouts_per_example, model, policy_version)
+        job = Job("train", self.args.rollouts_per_example, model, policy_version)
         num_batches = len(self._pending) + 1  # that share the server, with this one
-        self._pending.append(self._begin(self._generate(step, request, num_batches), request))
+        job.result = self._begin(self._generate(step, job, num_batches))
+        self._pending.append(job)
 
     def get(self) -> Batch:
         """Wait for the first pending batch and take it.
@@ -155,22 +160,21 @@ class Orchestrator:
 
     # --- Evaluations, for the trainer -------------------------------------------------------------
 
-    def begin_evaluation(
-        self, num_examples: int, num_rollouts: int, model: str, policy_version: int
-    ) -> None:
-        """Begin to evaluate the first `num_examples` of each environment's eval split,
-        `num_rollouts` times each. The weights must not change before `end_evaluation`.
+    def begin_evaluation(self, model: str, policy_version: int) -> None:
+        """Begin to evaluate the first `eval_examples` of each environment's eval split. The weights
+        must not change before `end_evaluation`.
         """
         assert not self._evaluation
-        examples = first_of_each(self.env.sizes("eval"), num_examples)
+        examples = first_of_each(self.env.sizes("eval"), self.args.eval_examples)
         if not examples:
             raise RolloutError("no environment has an example for evaluations that fits")
-        request = self._request("eval", num_rollouts, model, policy_version)
-        self._evaluation = [self._begin(self._evaluate(request, examples), request)]
+        job = Job("eval", self.args.eval_rollouts_per_example, model, policy_version)
+        job.result = self._begin(self._evaluate(job, examples))
+        self._evaluation = [job]
 
-    def end_evaluation(self) -> dict[str, float]:
-        """Wait for the evaluation. Returns means, in which a failed rollout counts as reward 0, and
-        `runtime`, the seconds that it took. docs/metrics.md defines each.
+    def end_evaluation(self) -> Evaluated:
+        """Wait for the evaluation. Its metrics are means, in which a failed rollout counts as
+        reward 0, and `runtime`, the seconds that it took. docs/metrics.md defines each.
         """
         assert self._evaluation, "no evaluation was begun"
         try:
@@ -180,7 +184,7 @@ class Orchestrator:
 
     # --- What is generated, on the thread ---------------------------------------------------------
 
-    async def _generate(self, step: int, request: GroupRequest, num_batches: int) -> Batch:
+    async def _generate(self, step: int, job: Job, num_batches: int) -> Batch:
         """Run the groups of a batch, and make a `Batch` of those that pass the filter."""
         start = time.monotonic()
         num_groups, first = self.args.groups_per_batch, self._first_position(step)
@@ -190,7 +194,7 @@ class Orchestrator:
         except ValueError as error:
             raise RolloutError(str(error)) from error
         replace_until = start + num_batches * self._group_s
-        run = partial(self._run_group, request)
+        run = partial(self._run_group, job)
         running = run_groups(run, self.group_filter.passes, examples, num_groups, replace_until)
         complete = await while_served(running, self.check_server)
         groups = [group for group, _ in complete]
@@ -208,45 +212,43 @@ class Orchestrator:
                 "no agent took a turn in any rollout that did not fail, so there is no token to "
                 "train on: does the environment end its episodes before the first turn?"
             )
-        metrics = batch_metrics(groups, request.num_rollouts) | {"num_samples": float(len(samples))}
+        metrics = batch_metrics(groups, job.num_rollouts) | {"num_samples": float(len(samples))}
         metrics["filtered_share"] = 1 - len(passing) / len(groups)
         metrics["generation_s"] = time.monotonic() - start
-        version = request.policy_version
-        return Batch(step, version, samples, rollouts, metrics, groups=groups)
+        return Batch(step, job.policy_version, samples, rollouts, metrics, groups=groups)
 
-    async def _evaluate(self, request: GroupRequest, examples: Sequence[int]) -> dict[str, float]:
-        """Run the groups of these examples, and return their means.
-
-        Raises:
-            ConfigError: `metric_for_best_model` is none of them.
-        """
+    async def _evaluate(self, job: Job, examples: Sequence[int]) -> Evaluated:
+        """Run the groups of these examples."""
         start = time.monotonic()
-        running = gather_or_cancel(self._run_group(request, index) for index in examples)
+        running = gather_or_cancel(self._run_group(job, index) for index in examples)
         groups: list[list[Rollout]] = await while_served(running, self.check_server)
-        self.evaluated[request.policy_version] = groups
         # What it costs to end a run that has trained is more than what an evaluation says.
-        warn_of_failures(groups, "eval", may_all_fail=request.policy_version > 0)
-        metrics = evaluation_metrics(groups, request.num_rollouts)
-        metrics["runtime"] = time.monotonic() - start
-        best = (self.args.metric_for_best_model or "reward").removeprefix("eval_")
-        if best not in metrics and metrics["error_share"] < 1:
-            raise ConfigError(
-                f"metric_for_best_model={best!r}: evaluations have {', '.join(metrics)}; set one "
-                "of these. With eval_on_start=True, a run says it before its first step"
-            )
-        return {best: 0.0, **metrics}  # a failed rollout counts as 0
+        warn_of_failures(groups, "eval", may_all_fail=job.policy_version > 0)
+        metrics = evaluation_metrics(groups, job.num_rollouts)
+        return metrics | {"runtime": time.monotonic() - start}, groups
 
-    async def _run_group(self, request: GroupRequest, index: int) -> list[Rollout]:
+    async def _run_group(self, job: Job, index: int) -> list[Rollout]:
         """Run the group of this example, and set the advantages of one to train on. Raises
         ServerLostError if rollouts fail because the server is lost.
         """
-        request.progress.num_requested += request.num_rollouts
-        seed = self._group_seed(request.split, request.policy_version, index)
-        group = await self.env.run_group(replace(request, index=index, seed=seed))
-        request.progress.num_groups += 1
+        job.progress.num_requested += job.num_rollouts
+        request = GroupRequest(
+            split=job.split,
+            index=index,
+            num_rollouts=job.num_rollouts,
+            model=job.model,
+            policy_version=job.policy_version,
+            sampling_args=self.sampling[job.split],
+            places=self._places,
+            timeout_s=self.args.generation_timeout,
+            seed=self._group_seed(job.split, job.policy_version, index),
+            progress=job.progress,
+        )
+        group = await self.env.run_group(request)
+        job.progress.num_groups += 1
         if any(rollout.error is not None for rollout in group):
             await asyncio.to_thread(self.check_server)
-        if request.split == "train":
+        if job.split == "train":
             try:
                 set_advantages(
                     group,
@@ -322,24 +324,9 @@ class Orchestrator:
         self._pending, self._evaluation = [], []
         thread.stop(self.env.close)
 
-    def _request(
-        self, split: Split, num_rollouts: int, model: str, policy_version: int
-    ) -> GroupRequest:
-        """Return what the requests of a batch or an evaluation have in common."""
-        return GroupRequest(
-            split=split,
-            index=-1,
-            num_rollouts=num_rollouts,
-            model=model,
-            policy_version=policy_version,
-            sampling_args=self.sampling[split],
-            places=self._places,
-            timeout_s=self.args.generation_timeout,
-        )
-
-    def _begin(self, generation: Any, request: GroupRequest) -> Job:
+    def _begin(self, generation: Any) -> Future[Any]:
         assert self._thread is not None, "call start() first"
-        return Job(self._thread.run(generation), request.progress)
+        return self._thread.run(generation)
 
     def _result_of(self, job: Job) -> Any:
         """Wait for a job, and say how far it is.

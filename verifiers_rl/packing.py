@@ -28,7 +28,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -187,12 +187,10 @@ def plan_microbatches(
             bound = math.ceil(bound * 1.05)
 
     def cost(rows: Rows) -> float:
-        # Operations per layer, divided by 4 h: 24 h^2 per token in its matrices, 4 h per pair of
-        # tokens in attention.
-        widths = [sum(lengths[i] for i in row) for row in rows]
-        if layout != "flat":
-            return len(rows) * max(widths) * (6 * hidden_size + max(widths))
-        return sum(lengths[i] * (6 * hidden_size + lengths[i]) for i in rows[0])
+        if layout == "flat":
+            return sum(_cost(lengths[i], hidden_size) for i in rows[0])
+        width = max(sum(lengths[i] for i in row) for row in rows)
+        return len(rows) * _cost(width, hidden_size)
 
     # From the costliest on, each goes to the rank with the least cost so far that has a place left.
     per_rank = max(math.ceil(len(microbatches) / num_ranks), 1)
@@ -206,6 +204,13 @@ def plan_microbatches(
     for share_of_rank in dealt:
         share_of_rank += [[] for _ in range(per_rank - len(share_of_rank))]
     return dealt
+
+
+def _cost(width: int, hidden_size: int) -> int:
+    """Return the operations per layer for a sequence of this width, divided by 4 h: 24 h^2 per
+    token in its matrices, 4 h per pair of tokens in attention.
+    """
+    return width * (6 * hidden_size + width)
 
 
 def _fill(lengths: Sequence[int], max_tokens: int, layout: Layout) -> list[Rows]:
@@ -301,9 +306,24 @@ def _saves_time(width: int, own: int, common: int, max_tokens: int, hidden_size:
         return False
     if width + own > MAX_MASKED_WIDTH:  # then attention costs the same, see forward.py
         return common >= MIN_COMMON
-    # As in `plan_microbatches`: operations per layer, divided by 4 h.
-    more_by_mask = (width + own) ** 2 - width**2 - (common + own) ** 2
-    return common * 6 * hidden_size > more_by_mask
+    apart = _cost(width, hidden_size) + _cost(common + own, hidden_size)
+    return _cost(width + own, hidden_size) < apart
+
+
+class _LossTokens(NamedTuple):
+    """The n loss tokens of a sample in a microbatch.
+
+    Attributes:
+        positions: (n,), in the sample.
+        row, offsets: of the logits that predict them; (n,).
+        weight: of each in the batch's loss.
+    """
+
+    sample: Sample
+    positions: np.ndarray
+    row: int
+    offsets: np.ndarray
+    weight: float
 
 
 def collate(
@@ -336,8 +356,8 @@ def collate(
             like = np.concatenate(known)
             extras[name] = np.full((*shape, *like.shape[1:]), -1, like.dtype)
     segments: list[Segment] = []
-    sample_ids: list[int] = []  # of samples with loss tokens, and of each of them:
-    sources: list[tuple[Sample, float, int, np.ndarray, np.ndarray]] = []
+    sample_ids: list[int] = []  # of samples with loss tokens
+    parts: list[_LossTokens] = []  # of each of them
     num_tokens = 0
     for r, row in enumerate(rows):
         stop = start_of_last = 0
@@ -359,7 +379,7 @@ def collate(
                 start_of_last = start
             (at,) = sample.loss_mask.nonzero()  # its first token is not in the loss
             if len(at):
-                sources.append((sample, weights[i], r, at, path[at - 1]))
+                parts.append(_LossTokens(sample, at, r, path[at - 1], weights[i]))
                 sample_ids.append(i)
         num_tokens += stop
         if stop < width:
@@ -368,45 +388,49 @@ def collate(
         # looks like one sequence.
         first = position_ids[r, start_of_last]
         position_ids[r, start_of_last:] = first + positions[: width - start_of_last]
-    if not sources:
+    if not parts:
         # The head must take part in every backward, or DDP waits for its gradient. So one token is
         # predicted, and its loss is not used.
         nothing = Sample(input_ids[0, :2], positions[:2] == 1, np.zeros(2), np.zeros(2))
-        sources.append((nothing, 0.0, 0, positions[1:2], positions[:1]))
-        no = positions[:0]
-        sources += [(sample, 0.0, 0, no, no) for sample in samples]  # for the names of the columns
-    parts, weights, rows_of_parts, loss_tokens, offsets = zip(*sources, strict=True)
-    counts = torch.tensor([*map(len, loss_tokens)])
-
-    def column_of_targets(name: str) -> Tensor:
-        whole = [(part.column(name), at) for part, at in zip(parts, loss_tokens, strict=True)]
-        own = [(len(at), None if column is None else column[at]) for column, at in whole]
-        return torch.from_numpy(join_column(name, own))
-
-    targets = Targets(
-        rows=torch.tensor(rows_of_parts).repeat_interleave(counts),
-        offsets=torch.from_numpy(np.concatenate(offsets)),
-        token_ids=column_of_targets("token_ids").long(),
-        sequence_ids=torch.arange(len(parts)).repeat_interleave(counts),
-        inference_logprobs=column_of_targets("inference_logprobs"),
-        advantages=column_of_targets("advantages"),
-        weights=torch.tensor(weights, dtype=torch.float32).repeat_interleave(counts),
-        extras={
-            name: column_of_targets(name)
-            for name in dict.fromkeys(name for part in parts for name in part.extras)
-            if name not in OF_INPUTS
-        },
-    )
+        parts.append(_LossTokens(nothing, positions[1:2], 0, positions[:1], 0.0))
+        no = positions[:0]  # the samples are there for the names of their columns
+        parts += [_LossTokens(sample, no, 0, no, 0.0) for sample in samples]
     return Microbatch(
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(position_ids),
         visible_until=torch.from_numpy(visible_until),
-        targets=targets,
+        targets=_targets_of(parts),
         segments=segments,
         shares_rows=any(len(row) > 1 for row in rows),
         num_tokens=num_tokens,
         sample_ids=sample_ids,
         extras={name: torch.from_numpy(grid) for name, grid in extras.items()},
+    )
+
+
+def _targets_of(parts: Sequence[_LossTokens]) -> Targets:
+    """Return the targets of a microbatch, one sample after the other."""
+    samples, positions, rows, offsets, weights = zip(*parts, strict=True)
+    counts = torch.tensor([*map(len, positions)])
+    part = torch.arange(len(samples)).repeat_interleave(counts)  # of each token
+
+    def column(name: str) -> Tensor:
+        own = []
+        for sample, at in zip(samples, positions, strict=True):
+            whole = sample.column(name)
+            own.append((len(at), None if whole is None else whole[at]))
+        return torch.from_numpy(join_column(name, own))
+
+    extras = dict.fromkeys(name for sample in samples for name in sample.extras)
+    return Targets(
+        rows=torch.tensor(rows)[part],
+        offsets=torch.from_numpy(np.concatenate(offsets)),
+        token_ids=column("token_ids").long(),
+        sequence_ids=part,
+        inference_logprobs=column("inference_logprobs"),
+        advantages=column("advantages"),
+        weights=torch.tensor(weights, dtype=torch.float32)[part],
+        extras={name: column(name) for name in extras if name not in OF_INPUTS},
     )
 
 

@@ -41,7 +41,7 @@ from verifiers_rl.losses import (
     needs,
     needs_of,
 )
-from verifiers_rl.report.metrics import TokenMeans
+from verifiers_rl.report.metrics import StepMetrics
 from verifiers_rl.report.rollouts import SCHEMA
 from verifiers_rl.report.run_folder import (
     ROLLOUTS,
@@ -250,9 +250,10 @@ def replay_step(trainer: Any, batch: Batch, checkpoint: str | None) -> Outcome:
         trained = [p for p in model.parameters() if p.requires_grad]
         for _ in ("before", "after"):
             seed_step(trainer.args, trainer.state.global_step)  # for an adapter's dropout
-            means = TokenMeans()
-            loss = trainer.train_on(model, batch, means).item()
-            metrics.append({"loss": loss, **means.reduce(batch.num_loss_tokens)})
+            of_step = StepMetrics(batch)
+            loss = trainer.train_on(model, batch, of_step).item()
+            of_step.reduce()
+            metrics.append({"loss": loss, **of_step.means})
             if not gradients:
                 grads = (torch.zeros_like(p) if p.grad is None else p.grad for p in trained)
                 gradients.append(torch.cat([grad.flatten().float().cpu() for grad in grads]))

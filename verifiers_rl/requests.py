@@ -17,9 +17,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from verifiers_rl.data import describe_error
 from verifiers_rl.inference import RolloutSession, SessionLostError
 from verifiers_rl.process.loop_thread import gather_or_cancel
+from verifiers_rl.process.terminal import describe_error
 from verifiers_rl.types import Rollout, Split
 
 logger = logging.getLogger(__name__)

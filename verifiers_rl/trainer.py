@@ -33,7 +33,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -49,8 +49,9 @@ from verifiers_rl.data import ExampleOrder
 from verifiers_rl.distributed import (
     accumulating,
     broadcast_batch,
-    broadcast_outcome,
+    broadcast_values,
     connect_hosts,
+    failing_together,
     host_group,
     prepare_ranks,
     raise_if_gradient_not_finite,
@@ -69,9 +70,8 @@ from verifiers_rl.process.interrupts import Interrupted, Interrupts
 from verifiers_rl.process.terminal import print_all_characters
 from verifiers_rl.report.metrics import (
     ShortProgress,
-    StepCounts,
+    StepMetrics,
     StepWindow,
-    TokenMeans,
     device_metrics,
     model_flops,
 )
@@ -82,6 +82,8 @@ from verifiers_rl.types import Batch, BatchSource, WeightSink
 from verifiers_rl.wiring import Replaced, check_arguments, make_source_and_sink
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 
 class RLTrainer(SavingTrainer):
@@ -158,7 +160,8 @@ class RLTrainer(SavingTrainer):
         super().__init__(policy, args, processing_class=processing_class, **trainer_kwargs)
         self.batch: Batch | None = None  # that is being trained on
         self._is_serving = False
-        self._counts, self._metrics = StepCounts(), dict[str, float]()  # of the step
+        self._metrics = dict[str, float]()  # of the step: what rank 0 has waited for and sent
+        self._num_flops = 0  # of the step, of this rank's share
         # The KL penalty's reference, copied before the model is prepared for training. With LoRA it
         # is the model without its adapter.
         needs_copy = "reference_logprobs" in needs_of(self.loss_fn)
@@ -167,7 +170,7 @@ class RLTrainer(SavingTrainer):
         self._reference = copy.deepcopy(policy).requires_grad_(False).eval() if needs_copy else None
         # Rank 0 has chosen, and the others gather what it sends.
         lora_sync = getattr(self.weight_sync, "lora_sync", args.lora_sync)
-        self._lora_sync = broadcast_outcome({"lora_sync": lora_sync})["lora_sync"]
+        self._lora_sync = broadcast_values({"lora_sync": lora_sync})["lora_sync"]
         self._interrupts, self._window = Interrupts(), StepWindow()
         self.evaluations = Evaluations(self)
         self.checkpoints, self._files = Checkpoints(self), RunFiles(self)
@@ -185,14 +188,14 @@ class RLTrainer(SavingTrainer):
     # --- The loss ---------------------------------------------------------------------------------
 
     def microbatch_loss(
-        self, model: nn.Module, microbatch: Microbatch, means: TokenMeans
+        self, model: nn.Module, microbatch: Microbatch, metrics: StepMetrics
     ) -> Tensor:
         """Compute the loss of a microbatch: a scalar, the SUM over its N loss tokens.
 
         Args:
             model: as it was prepared for training.
             microbatch: on the device of the model.
-            means: takes what is logged: (N,) tensors by name.
+            metrics: takes what is logged: (N,) tensors by name.
 
         Samples whose advantages are all 0 are not here if the loss needs nonzero ones, see `needs`.
         """
@@ -214,7 +217,7 @@ class RLTrainer(SavingTrainer):
             extras=targets.extras,
         )
         outputs = self.loss_fn(inputs)
-        means.add(inputs, outputs.metrics, microbatch)
+        metrics.add(inputs, outputs.metrics, microbatch)
         return outputs.loss if microbatch.has_loss else 0.0 * (logprobs.sum() + entropy.sum())
 
     def token_logprobs(
@@ -252,27 +255,34 @@ class RLTrainer(SavingTrainer):
             Scalar: this rank's share of the loss, times world_size. Its mean over ranks is the
             batch's loss.
         """
-        self._counts, self._metrics, self._window.step_began = StepCounts(), {}, time.monotonic()
+        self._metrics, self._window.step_began = {}, time.monotonic()
         seed_step(self.args, self.state.global_step)
         self.batch = batch = self._next_batch()
         start = time.monotonic()
-        means = TokenMeans(self._files.values_of(batch), batch.metrics)
-        loss = self.train_on(model, batch, means)
+        metrics = StepMetrics(batch, self._files.values_of(batch))
+        loss = self.train_on(model, batch, metrics)
         self.checkpoints.can_repeat_step = False  # until the optimizer has changed all weights
-        # This waits for the device.
-        token_means = means.reduce(self._counts.num_loss_tokens)
+        metrics.reduce()  # waits for the device
         train_s = time.monotonic() - start
         if (adaptive_kl := adaptive_kl_of(self.loss_fn)) is not None:
-            adaptive_kl.update(token_means)  # the same on all ranks
+            adaptive_kl.update(metrics.means)  # the same on all ranks
+        num_flops = model_flops(
+            self._base_of(self.model), metrics.num_tokens, metrics.num_loss_tokens
+        )
+        self._num_flops = num_flops // self.args.world_size
         self._window.steps.append(
-            {**batch.metrics, **self._metrics, "train_s": train_s, **token_means}
-            | self._counts.metrics(batch)
-            | device_metrics(self.args.device, self.floating_point_ops({}), train_s)
+            {**batch.metrics, **self._metrics, "train_s": train_s, **metrics.means}
+            | metrics.counts()
+            | device_metrics(self.args.device, self._num_flops, train_s)
         )
         return loss
 
     def train_on(
-        self, model: nn.Module, batch: Batch, means: TokenMeans, chosen: np.ndarray | None = None
+        self,
+        model: nn.Module,
+        batch: Batch,
+        metrics: StepMetrics,
+        chosen: np.ndarray | None = None,
     ) -> Tensor:
         """Run forward and backward on this rank's share of a batch, and return its loss.
 
@@ -307,7 +317,7 @@ class RLTrainer(SavingTrainer):
                     self._interrupts.check_all(waits=False)
                 with accumulating(self.accelerator, args, model, is_last):
                     with self.compute_loss_context_manager():
-                        loss = self.microbatch_loss(model, microbatch, means)
+                        loss = self.microbatch_loss(model, microbatch, metrics)
                         loss = loss * args.world_size / denominator
                     batch_loss += loss.detach()
                     if is_last:
@@ -333,22 +343,22 @@ class RLTrainer(SavingTrainer):
     def _microbatches(
         self, batch: Batch, is_computed: np.ndarray, loss_weights: np.ndarray
     ) -> Iterator[tuple[Microbatch, bool]]:
-        """Pack samples of a batch, and count what is computed. Give this rank's microbatches on
-        its device, each with whether it is the last one.
+        """Pack samples of a batch. Give this rank's microbatches on its device, each with whether
+        it is the last one.
 
         Args:
             is_computed: (S,) bool, the samples to pack.
             loss_weights: (S,), of the loss tokens of each sample.
         """
-        args, counts, sizes, support = self.args, self._counts, batch.sizes, self.tried_support
+        args, support = self.args, self.tried_support
         max_tokens = support.token_budget or args.token_budget
-        plans, num_shared = plan_batch(sizes, is_computed, max_tokens, args.world_size, support)
-        counts.add_samples(sizes, is_computed, num_shared)
+        plans, num_shared = plan_batch(
+            batch.sizes, is_computed, max_tokens, args.world_size, support
+        )
         own = plans[args.process_index]
         pad = cast(Any, self.processing_class).pad_token_id or 0
         for number, rows in enumerate(own, 1):
             microbatch = collate(batch.samples, rows, loss_weights, pad, num_shared)
-            counts.add_microbatch(microbatch)
             yield copy_to(microbatch, args.device), number == len(own)
 
     @cached_property
@@ -366,14 +376,14 @@ class RLTrainer(SavingTrainer):
 
     def _next_batch(self) -> Batch:
         """Return this step's batch on every rank, and request the batches ahead."""
-        self._on_rank_0(self._take_batch)
+        batch = self._on_rank_0(self._take_batch)
         self.evaluations.log_ended()
-        return broadcast_batch(self.batch if self.args.process_index == 0 else None)
+        return broadcast_batch(batch)
 
-    def _take_batch(self) -> None:
+    def _take_batch(self) -> Batch:
         """Send the weights that this step starts from, and request the batches of this step and of
-        the next max_off_policy_steps ones that are not pending. Then wait for this step's. With 0,
-        servers sleep behind it, if they can.
+        the next max_off_policy_steps ones that are not pending. Then wait for this step's, and
+        return it. With 0, servers sleep behind it, if they can.
         """
         step, num_ahead = self.state.global_step, self.args.max_off_policy_steps
         start = time.monotonic()
@@ -387,12 +397,13 @@ class RLTrainer(SavingTrainer):
             version = self.weight_sync.policy_version or 0
             self.orchestrator.submit(ahead, self.weight_sync.model_name, version)
         start = time.monotonic()
-        self.batch = self.orchestrator.get()
+        batch = self.orchestrator.get()
         self._metrics["wait_s"] = wait_s + time.monotonic() - start
-        self.batch.add_columns(needs_of(self.loss_fn))
+        batch.add_columns(needs_of(self.loss_fn))
         if not num_ahead and self.weight_sync.sleeps:
             self.evaluations.end()
             self.weight_sync.sleep()
+        return batch
 
     def push_weights(self) -> None:
         """Send the weights of this step to the server, unless the server has them. The policy
@@ -424,7 +435,7 @@ class RLTrainer(SavingTrainer):
 
         def now() -> None:
             self.orchestrator.wait()
-            self.evaluations.due = self.state.global_step
+            self.evaluations.is_due = True
             self.evaluations.begin()
             self.evaluations.end()
 
@@ -442,8 +453,7 @@ class RLTrainer(SavingTrainer):
         self.control.should_evaluate = False
         if skip_scheduler and self.state.global_step:  # eval_on_start, and the run began before
             return {}
-        if self.is_world_process_zero() and not self.evaluates_at_once:
-            self.evaluations.due = self.state.global_step
+        self.evaluations.is_due = self.is_world_process_zero() and not self.evaluates_at_once
         if (
             self.evaluates_at_once
             or self.args.metric_for_best_model
@@ -479,14 +489,10 @@ class RLTrainer(SavingTrainer):
             self._interrupts.handled(hosts, self.is_world_process_zero()),
             ExitStack() as parts,
         ):
-            try:  # the others wait for rank 0, which opens the environment
+            with failing_together():  # the others wait for rank 0, which opens the environment
                 parts.enter_context(self._serving())
                 parts.enter_context(self._files.open())
                 parts.enter_context(self.checkpoints.of_run(hosts, resume))
-            except BaseException as error:
-                broadcast_outcome(error)
-                raise
-            broadcast_outcome({})
             # Of several ranks, one may fail alone, and the others would not save with it.
             of_all = FloatingPointError if self.args.world_size > 1 else Exception
             try:
@@ -517,9 +523,8 @@ class RLTrainer(SavingTrainer):
         return DataLoader(steps, collate_fn=lambda step: {"step": step})  # type: ignore[arg-type]
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Count the operations of forward and backward for this rank's share of the batch."""
-        computed = self._counts.num_tokens, self._counts.num_loss_tokens
-        return model_flops(self._base_of(self.model), *computed) // self.args.world_size
+        """Return the operations of forward and backward for this rank's share of the batch."""
+        return self._num_flops
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Do as Trainer, but complete or not at all, after the evaluation of earlier weights."""
@@ -537,10 +542,13 @@ class RLTrainer(SavingTrainer):
 
     # --- Rank 0, signals, a lost server -----------------------------------------------------------
 
-    def _on_rank_0(self, job: Callable[[], None]) -> None:
+    def _on_rank_0(self, job: Callable[[], _T]) -> _T | None:
         """Do this job on rank 0, while the other ranks wait, and help to gather split weights. It
         is done again when the server was lost meanwhile and came back. An error is raised behind a
         checkpoint of the steps so far.
+
+        Returns:
+            What the job has returned; None on the other ranks.
 
         Raises:
             Interrupted: a signal has come to a rank.
@@ -549,19 +557,14 @@ class RLTrainer(SavingTrainer):
         model = self.accelerator.unwrap_model(self.model)
         try:
             self._interrupts.check_all(waits=True)
-            try:
-                with self._serving(), gathering(model, self._lora_sync):
-                    if self.is_world_process_zero():
-                        self._retry_when_server_lost(job)
-            except BaseException as error:
-                broadcast_outcome(error)  # the others wait
-                raise
-            broadcast_outcome({})
+            with failing_together(), self._serving(), gathering(model, self._lora_sync):
+                is_main = self.is_world_process_zero()
+                return self._retry_when_server_lost(job) if is_main else None
         except Exception:
             self.checkpoints.save_or_say()
             raise
 
-    def _retry_when_server_lost(self, job: Callable[[], None]) -> None:
+    def _retry_when_server_lost(self, job: Callable[[], _T]) -> _T:
         """Do a job. If the server is lost meanwhile, wait until the server is back and do it again,
         which then sends the weights again.
 
@@ -569,11 +572,13 @@ class RLTrainer(SavingTrainer):
             InferenceServerError: the server did not come back within vllm_server_timeout, or was
                 lost in three attempts at this job.
         """
-        for attempts_left in (2, 1, 0):
+        num_lost = 0
+        while True:
             try:
                 return job()
             except ServerLostError as error:
-                if not attempts_left:
+                num_lost += 1
+                if num_lost == 3:
                     raise
                 logger.warning(f"{error}; waiting for it to come back")
                 self.orchestrator.discard()

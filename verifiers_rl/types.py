@@ -352,13 +352,13 @@ class Batch:
     groups: list[list[Rollout]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        group, last = -1, None
-        groups = {id(rollout): n for n, group in enumerate(self.groups) for rollout in group}
-        for number, rollout in enumerate(self.rollouts):
-            own = groups.get(id(rollout), (rollout.env, rollout.example_id))
-            group, last = group + (own != last), own  # its rollouts are neighbours
+        group_of = {id(rollout): n for n, group in enumerate(self.groups) for rollout in group}
+        group_id, last = -1, None
+        for rollout_id, rollout in enumerate(self.rollouts):
+            own = group_of.get(id(rollout), (rollout.env, rollout.example_id))
+            group_id, last = group_id + (own != last), own  # its rollouts are neighbours
             for sample in rollout.samples:
-                sample.rollout_id, sample.group_id = number, group
+                sample.rollout_id, sample.group_id = rollout_id, group_id
                 sample.reward = np.float32(rollout.reward)
 
     def add_columns(self, names: frozenset[str]) -> None:
@@ -395,6 +395,10 @@ class Batch:
         }
 
 
+# What an evaluation gives: its metrics, and its groups.
+Evaluated = tuple[dict[str, float], list[list[Rollout]]]
+
+
 class BatchSource(Protocol):
     """What the trainer needs of an orchestrator. With a stub that has these methods, the trainer
     runs without a server. `orchestrator.py` says what each method does.
@@ -407,10 +411,8 @@ class BatchSource(Protocol):
     def wait(self) -> None: ...
     def get(self) -> Batch: ...
     def discard(self) -> None: ...
-    def begin_evaluation(
-        self, num_examples: int, num_rollouts: int, model: str, policy_version: int
-    ) -> None: ...
-    def end_evaluation(self) -> dict[str, float]: ...
+    def begin_evaluation(self, model: str, policy_version: int) -> None: ...
+    def end_evaluation(self) -> Evaluated: ...
     def state_dict(self, step: int) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
     def stop(self) -> None: ...

@@ -26,7 +26,8 @@ from verifiers_rl.losses import LossFn
 from verifiers_rl.option_rules import did_you_mean
 from verifiers_rl.process import parent
 from verifiers_rl.report.trackers import tracker_error
-from verifiers_rl.sync import ServerPool, WeightSync, check_adapter, check_agreement, is_split
+from verifiers_rl.sync import ServerPool, WeightSync, check_agreement
+from verifiers_rl.sync.sources import adapter_of, check_adapter, is_split
 from verifiers_rl.types import BatchSource, WeightSink, missing_members
 
 logger = logging.getLogger(__name__)
@@ -132,13 +133,14 @@ def check_arguments(
 
 def _check_replaced(env: Any, replaced: Replaced) -> None:
     """Raise ConfigError if a part lacks what is called, or makes another argument useless."""
+    given = {"env": env, **replaced._asdict()}
     for name in ("loss_fn", "advantage_fn", "example_order"):
-        function = getattr(replaced, name)
+        function = given[name]
         if function is not None and not callable(function):
             hint = f"; one that has a name is set by RLConfig({name.removesuffix('_fn')}=...)"
             raise ConfigError(f"{name}={function!r} is no function{hint * name.endswith('_fn')}")
     for name, protocol in (("orchestrator", BatchSource), ("weight_sync", WeightSink)):
-        part = getattr(replaced, name)
+        part = given[name]
         lacking = missing_members(part, protocol) if part is not None else []
         if lacking:
             raise ConfigError(
@@ -147,7 +149,7 @@ def _check_replaced(env: Any, replaced: Replaced) -> None:
             )
     if replaced.orchestrator is not None:
         for name in ("env", "advantage_fn", "example_order"):
-            if (env if name == "env" else getattr(replaced, name)) is not None:
+            if given[name] is not None:
                 raise ConfigError(
                     f"{name}: without effect beside orchestrator, which makes the batches; give it "
                     "to your orchestrator, and leave it out here"
@@ -185,8 +187,7 @@ def make_source_and_sink(
         return replaced.orchestrator, replaced.weight_sync
     pool = make_pool(tokenizer, args)
     weight_sync: Any = pool if replaced.weight_sync is None else replaced.weight_sync
-    sends_adapter = weight_sync is pool and hasattr(policy, "peft_config")
-    adapter = policy.peft_config["default"] if sends_adapter else None
+    adapter = adapter_of(policy) if weight_sync is pool else None
     runner = None
     # What can be wrong without a server comes before the wait for it.
     if replaced.orchestrator is None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
-from verifiers_rl.data import printable
+from verifiers_rl.process.terminal import printable
 
 
 def folder_error(output_dir: str) -> str | None:

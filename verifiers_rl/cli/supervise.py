@@ -35,11 +35,11 @@ from verifiers_rl.cli.plan import (
     trainer_command,
     trainer_env,
 )
-from verifiers_rl.data import printable
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
 from verifiers_rl.inference.port import RESERVED_VARIABLE, PortError, reserve_port
 from verifiers_rl.process.ending import SAVE_GRACE_S, handle_signals
 from verifiers_rl.process.interrupts import Interrupted, say
+from verifiers_rl.process.terminal import printable
 from verifiers_rl.report.run_folder import WritingError, writing
 
 BACKOFF_S = 1.0  # before the first restart, doubled before each further one

@@ -32,13 +32,12 @@ from verifiers_rl.cli.plan import (
     options_of_servers,
     trainer_command,
 )
-from verifiers_rl.data import printable
 from verifiers_rl.inference.client import InferenceServerError
 from verifiers_rl.option_rules import ConfigError
 from verifiers_rl.process import parent
 from verifiers_rl.process.ending import end_by_signals, end_with_starter, interrupt_by_signals
 from verifiers_rl.process.interrupts import Interrupted
-from verifiers_rl.process.terminal import print_all_characters
+from verifiers_rl.process.terminal import print_all_characters, printable
 from verifiers_rl.report.run_folder import RunFolderError, WritingError, replace_file
 
 # Options that decide how a server is started; see cli/plan.py.

@@ -3,6 +3,8 @@
 v1.py       `verifiers.v1`: tasksets, agents, episodes; v1_loading.py makes them, v1_client.py takes
             their model calls to the server
 agents.py   agents that exist already, programs and functions, play them; a leaf
+dataset.py  prompts and reward functions, one turn each (`env_from`)
+played.py   `verifiers.v1`, played by a model behind any endpoint; nothing is trained
 workers.py  environments in processes of their own
 foreign.py  environments that another Python makes, in workers of their own, by made_there.py
 classic.py  `verifiers.Environment`, up to verifiers 0.3, in such a worker

@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 import verifiers.v1 as vf
 
-from verifiers_rl.data import printable
 from verifiers_rl.envs import v1_changes as v1_changes
 from verifiers_rl.envs.base import (
     InvalidEnvironmentError,
@@ -52,6 +51,7 @@ from verifiers_rl.envs.v1_loading import (
 from verifiers_rl.inference import RolloutSession, ServerClient
 from verifiers_rl.process.limits import FILES_OF_ROLLOUT, raise_open_files
 from verifiers_rl.process.loop_thread import call_on_thread, gather_or_cancel, run_contained
+from verifiers_rl.process.terminal import printable
 from verifiers_rl.requests import GroupRequest
 from verifiers_rl.types import LOAD_S, Rollout, Split
 

@@ -45,7 +45,6 @@ from typing import Any
 import numpy as np
 
 import verifiers_rl
-from verifiers_rl.data import describe_error, printable
 from verifiers_rl.envs.base import (
     HOW_TO_MAKE_PYTHON,
     InvalidEnvironmentError,
@@ -55,7 +54,12 @@ from verifiers_rl.envs.base import (
 from verifiers_rl.inference import RolloutSession, SessionLostError
 from verifiers_rl.process import parent as parent_of_worker
 from verifiers_rl.process.loop_thread import cancel_all_others, contain_tasks, run_contained
-from verifiers_rl.process.terminal import end_without_noise, print_all_characters
+from verifiers_rl.process.terminal import (
+    describe_error,
+    end_without_noise,
+    print_all_characters,
+    printable,
+)
 from verifiers_rl.requests import GroupRequest, Progress
 from verifiers_rl.types import LOAD_S, Rollout, pack_samples, unpack_samples
 
@@ -291,7 +295,6 @@ class Worker:
         self._load_s, self._limit_s = max(timeout_s, LOAD_S), max(timeout_s, BLOCKED_S)
         self._num_deaths = 0  # since it returned a group
         self._silent_s = 0.0  # so long it has said nothing
-        self._process: Process | None = None
         self._send = sender()
         self._numbers = itertools.count()
         self.ready: asyncio.Future[list[dict[str, Any]]] = asyncio.Future()
@@ -342,7 +345,7 @@ class Worker:
         if shutil.which(self._python or sys.executable) is None:
             raise self._error(f"no such program; {HOW_TO_MAKE_PYTHON}")
         process, reader, writer = await start_process(self._python, self._recipes)
-        self._process, self._send, self._silent_s = process, sender(writer), 0.0
+        self._send, self._silent_s = sender(writer), 0.0
         watching = asyncio.create_task(self._watch(process))
         said, problem = dict[str, Any](), ""
         try:

@@ -23,7 +23,7 @@ from verifiers_rl.inference.reloading import (
     repack_for_cpu,
     take_sinks,
 )
-from verifiers_rl.sync.nccl import ID_BYTES, NcclTransport, SharedBucket, gpu_uuid
+from verifiers_rl.sync.nccl import ID_BYTES, ProcessGroupTransport, SharedBucket, gpu_uuid
 from verifiers_rl.sync.plan import ADAPTER_ID, AdapterConfig, TransferPlan, receive_buckets
 from verifiers_rl.sync.shared_buffers import SharedBuffers
 
@@ -72,15 +72,15 @@ class WeightSyncWorker:
         return gpu_uuid(self.device)
 
     _shared: SharedBuffers | None = None  # with the server's process; None: not connected
-    _nccl: NcclTransport | None = None
+    _transport: ProcessGroupTransport | None = None
 
     def _leave(self) -> None:
-        shared, nccl = self._shared, self._nccl
-        self._shared = self._nccl = None
+        shared, transport = self._shared, self._transport
+        self._shared = self._transport = None
         if shared is not None:
             shared.give_up()
-        if nccl is not None:
-            nccl.close()
+        if transport is not None:
+            transport.close()
 
     @property
     def _number(self) -> int:
@@ -119,7 +119,7 @@ class WeightSyncWorker:
                 )
         if unique_id is not None:
             is_ipc = len(unique_id) > ID_BYTES
-            self._nccl = NcclTransport(
+            self._transport = ProcessGroupTransport(
                 1 + self._number,
                 1 + parallel.world_size_across_dp,
                 self.device,
@@ -128,7 +128,7 @@ class WeightSyncWorker:
                 self._shared.is_given_up,
                 partial(SharedBucket, self.device, 0) if is_ipc else None,
             )
-            self._nccl.wait_until_connected()
+            self._transport.wait_until_connected()
 
     @returning_error
     def weight_sync_receive(self) -> None:
@@ -139,7 +139,7 @@ class WeightSyncWorker:
         def from_shared(num_bytes: int) -> Callable[[], torch.Tensor]:
             return lambda: shared.receive(self._number, num_bytes)
 
-        receive = from_shared if self._nccl is None else self._nccl.receive
+        receive = from_shared if self._transport is None else self._transport.receive
         buckets = receive_buckets(plan, receive)
         with torch.device(self.device), set_current_vllm_config(self.vllm_config), torch.no_grad():
             if plan.adapter is not None:

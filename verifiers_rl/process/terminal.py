@@ -1,4 +1,4 @@
-"""Showing something to people never ends a run. See also `data.printable`."""
+"""What is shown to people: texts that do no harm, and showing them never ends a run."""
 
 from __future__ import annotations
 
@@ -42,3 +42,36 @@ def show(display: Callable[..., Any], *args: Any, **options: Any) -> None:
         display(*args, **options)
     except (OSError, ValueError) as error:  # ValueError: the stream is closed
         logger.warning(f"a line, a table or the progress bar cannot be shown: {error}")
+
+
+# With those that turn the direction of the text behind them.
+_REMOVED = dict.fromkeys(
+    {*range(32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)} - {*b"\n\t"}
+)
+
+
+MAX_MESSAGE = 2000  # characters of an error's own text that are shown
+
+
+def printable(text: str) -> str:
+    """Return a text of a model or a dataset without control characters, which could clear the
+    terminal, set its title or write over other lines. Line breaks and tabs stay. Half a surrogate
+    pair, which has no form in UTF-8, becomes `?`.
+    """
+    return text.translate(_REMOVED).encode(errors="replace").decode()
+
+
+def describe_error(error: BaseException) -> str:
+    """Describe in one line the exception and what caused it."""
+    links = [error]
+    while (cause := links[-1].__cause__) is not None and cause not in links:  # `raise e from e`
+        links.append(cause)
+    return printable(" <- ".join(map(_in_one_line, links)))
+
+
+def _in_one_line(error: BaseException) -> str:
+    try:
+        text = str(error)[:MAX_MESSAGE]
+    except Exception:  # its class has a __str__ of its own, which fails
+        text = ""
+    return f"{type(error).__name__}: {text}".removesuffix(": ").splitlines()[0]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -22,7 +21,7 @@ from verifiers_rl.models import num_experts
 from verifiers_rl.packing import Microbatch
 from verifiers_rl.process.terminal import show
 from verifiers_rl.report.run_folder import short
-from verifiers_rl.types import Batch, SampleSizes
+from verifiers_rl.types import Batch
 
 logger = logging.getLogger(__name__)
 
@@ -88,17 +87,30 @@ class TokenValues:
             sample.extras |= zip(TOKEN_VALUES, of_tokens, strict=True)
 
 
-class TokenMeans:
-    """Means over the loss tokens of a batch, summed over microbatches and then over ranks.
+class StepMetrics:
+    """The numbers of a step: what was computed of its batch, and means over its loss tokens. All
+    are summed over microbatches, and then over ranks.
 
     Args:
+        batch: that is trained on.
         values: collects the values of some tokens beside.
-        others: names of the step's other metrics.
+
+    Attributes:
+        num_microbatches, num_positions: of this rank; the positions of their rows, with padding.
+        num_own_tokens: of this rank, without padding; what samples have in common counts once.
+        num_tokens: the same of all ranks, from `reduce` on, like the rest.
+        num_tokens_of_samples: of the samples that were computed.
+        num_loss_tokens: of these.
+        num_samples: that were computed.
+        means: over the loss tokens that were computed; {} if there is none.
     """
 
-    def __init__(self, values: TokenValues | None = None, others: Iterable[str] = ()) -> None:
-        self._values, self._others = values, {*others, *OF_TRAINER}
-        self._names: list[str] = []
+    def __init__(self, batch: Batch, values: TokenValues | None = None) -> None:
+        self._batch, self._values = batch, values
+        self.num_microbatches = self.num_positions = self.num_own_tokens = 0
+        self.num_tokens = self.num_tokens_of_samples = self.num_loss_tokens = self.num_samples = 0
+        self.means: dict[str, float] = {}
+        self._names: list[str] = []  # of what is summed
         self._sums = torch.zeros(0, dtype=torch.float64)  # one for each name
         self._largest_ratio = torch.zeros(())
 
@@ -111,6 +123,11 @@ class TokenMeans:
         """
         if self._values is not None:
             self._values.add(microbatch.sample_ids, inputs, metrics)
+        self.num_microbatches += 1
+        self.num_positions += microbatch.input_ids.numel()
+        self.num_own_tokens += microbatch.num_tokens
+        self.num_tokens_of_samples += int(self._batch.sizes.lengths[microbatch.sample_ids].sum())
+        self.num_samples += len(microbatch.sample_ids)
         log_ratio = log_importance_ratio(inputs).detach()
         ratio = log_ratio.exp()
         tokens = {
@@ -122,7 +139,7 @@ class TokenMeans:
             "entropy": inputs.entropy,
             "advantage_abs": inputs.advantages.abs(),
         }
-        if taken := metrics.keys() & {*tokens, *self._others}:
+        if taken := metrics.keys() & {*tokens, *self._batch.metrics, *OF_TRAINER}:
             raise ValueError(
                 f"the loss returns a metric {taken}, a name that the step's own have; rename it"
             )
@@ -137,76 +154,46 @@ class TokenMeans:
                 f"of {self._names}; it must return the same ones, in one order"
             )
         if microbatch.has_loss:
+            self.num_loss_tokens += len(ratio)
             self._sums = self._sums + sums
             self._largest_ratio = torch.maximum(self._largest_ratio, ratio.max())
 
-    def reduce(self, num_loss_tokens: int) -> dict[str, float]:
-        """Return the means over all ranks; {} where no rank has computed a loss token. Every rank
-        must call this, with the same metrics.
-        """
+    def reduce(self) -> None:
+        """Sum the numbers of all ranks. Every rank must call this once, with the same names."""
         if self._values is not None:
             self._values.collect()
-        if not num_loss_tokens:
-            return {}
-        sums = reduce_over_ranks(self._sums) / num_loss_tokens
-        largest = reduce_over_ranks(self._largest_ratio, torch.distributed.ReduceOp.MAX)
-        means = dict(zip(self._names, sums.tolist(), strict=True))
-        return {**means, "importance_ratio_max": largest.item()}
+        if not self._names:  # no rank has a microbatch
+            return
+        counts = self._sums.new_tensor(
+            [
+                self.num_own_tokens,
+                self.num_tokens_of_samples,
+                self.num_loss_tokens,
+                self.num_samples,
+            ]
+        )
+        numbers = reduce_over_ranks(torch.cat([counts, self._sums])).tolist()
+        largest = reduce_over_ranks(self._largest_ratio, torch.distributed.ReduceOp.MAX).item()
+        self.num_tokens, self.num_tokens_of_samples, self.num_loss_tokens, self.num_samples = map(
+            int, numbers[:4]
+        )
+        if self.num_loss_tokens:
+            sums = zip(self._names, numbers[4:], strict=True)
+            self.means = {name: value / self.num_loss_tokens for name, value in sums}
+            self.means["importance_ratio_max"] = largest
 
-
-@dataclass
-class StepCounts:
-    """What a step has computed.
-
-    Attributes:
-        num_microbatches: of this rank, like the next two.
-        num_own_tokens: without padding.
-        num_positions: with padding.
-        num_tokens: computed by all ranks, like the rest; what samples have in common counts once.
-        num_tokens_of_samples: of the samples that were computed.
-        num_loss_tokens: of these.
-        num_samples: that were computed.
-    """
-
-    num_microbatches: int = 0
-    num_own_tokens: int = 0
-    num_positions: int = 0
-    num_tokens: int = 0
-    num_tokens_of_samples: int = 0
-    num_loss_tokens: int = 0
-    num_samples: int = 0
-
-    def add_samples(
-        self, sizes: SampleSizes, is_computed: np.ndarray, num_shared: np.ndarray
-    ) -> None:
-        """Count samples of a batch.
-
-        Args:
-            sizes: of all samples of the batch.
-            is_computed, num_shared: see `packing.plan_batch`.
-        """
-        self.num_tokens_of_samples += int(sizes.lengths[is_computed].sum())
-        self.num_tokens += int((sizes.lengths - num_shared)[is_computed].sum())
-        self.num_loss_tokens += int(sizes.num_loss_tokens[is_computed].sum())
-        self.num_samples += int(is_computed.sum())
-
-    def add_microbatch(self, microbatch: Microbatch) -> None:
-        self.num_microbatches += 1
-        self.num_own_tokens += microbatch.num_tokens
-        self.num_positions += microbatch.input_ids.numel()
-
-    def metrics(self, batch: Batch) -> dict[str, float]:
-        """Return what a step logs of the batch it was trained on; see docs/metrics.md."""
-        sizes = batch.sizes
+    def counts(self) -> dict[str, float]:
+        """Return what a step logs of its batch and of what was computed; see docs/metrics.md."""
+        batch, num_loss_tokens = self._batch, self._batch.sizes.num_loss_tokens
         return {
             "num_tokens": batch.num_tokens,
             "num_loss_tokens": batch.num_loss_tokens,
-            "num_masked_samples": int((sizes.num_loss_tokens == 0).sum()),
+            "num_masked_samples": int((num_loss_tokens == 0).sum()),
             "num_microbatches": self.num_microbatches,
             "padding_share": (self.num_positions - self.num_own_tokens)
             / max(self.num_positions, 1),
-            "idle_sample_share": (len(sizes.lengths) - self.num_samples)
-            / max(len(sizes.lengths), 1),
+            "idle_sample_share": (len(num_loss_tokens) - self.num_samples)
+            / max(len(num_loss_tokens), 1),
             "prefix_sharing": self.num_tokens_of_samples / max(self.num_tokens, 1),
             "skipped_update_share": float(not self.num_microbatches),
             "policy_version": batch.policy_version,

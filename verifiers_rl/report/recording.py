@@ -26,11 +26,10 @@ import numpy as np
 from transformers import PrinterCallback, TrainerCallback
 
 from verifiers_rl.config import default_options
-from verifiers_rl.data import describe_error
 from verifiers_rl.json_text import as_json
 from verifiers_rl.process.disk import sync
 from verifiers_rl.process.secret_names import without_secrets
-from verifiers_rl.process.terminal import show
+from verifiers_rl.process.terminal import describe_error, show
 from verifiers_rl.report.metrics import TOKEN_VALUES, TokenValues
 from verifiers_rl.report.rollouts import RolloutWriter
 from verifiers_rl.report.run_folder import (
@@ -67,7 +66,7 @@ class RunFiles(TrainerCallback):
     rollouts.
 
     Args:
-        trainer: the `RLTrainer`, of which it reads `args`, `batch`, `orchestrator`, `state`,
+        trainer: the `RLTrainer`, of which it reads `args`, `batch`, `evaluations`, `state`,
             `model` and `processing_class`.
     """
 
@@ -166,8 +165,8 @@ class RunFiles(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the rollouts of the evaluation whose results were logged at this step."""
-        evaluated = getattr(self._trainer.orchestrator, "evaluated", {})
-        self._append("eval", state.global_step, evaluated.pop(state.global_step, []))
+        groups = self._trainer.evaluations.groups.pop(state.global_step, [])
+        self._append("eval", state.global_step, groups)
 
     def checkpoint(self) -> None:
         """Bring all rollouts and metrics up to this step to the disk."""

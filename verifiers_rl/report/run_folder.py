@@ -20,9 +20,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from verifiers_rl.data import printable
 from verifiers_rl.json_text import as_json
-from verifiers_rl.process.terminal import show
+from verifiers_rl.process.terminal import printable, show
 
 logger = logging.getLogger(__name__)
 
@@ -196,10 +195,10 @@ def enter_run_folder(args: Any, resume: bool | str | None, adapter: Any = None) 
             here, too.
         RuntimeError: on the other ranks, when rank 0 failed.
     """
-    from verifiers_rl.distributed import broadcast_outcome
+    from verifiers_rl.distributed import broadcast_values, failing_together
 
-    found, folder = None, Path(args.output_dir)
-    try:
+    checkpoint, folder = None, Path(args.output_dir)
+    with failing_together():  # rank 0 may rename checkpoints, so it alone looks
         if args.process_index == 0:
             checkpoint = prepare_run_folder(args, resume)
             keep_others_out(folder)
@@ -227,10 +226,7 @@ def enter_run_folder(args: Any, resume: bool | str | None, adapter: Any = None) 
                     )
                 show(print, f"resuming from {checkpoint}")
                 _set_later_aside(folder, _step_of(checkpoint))
-            found = {"checkpoint": str(checkpoint) if checkpoint else None}
-    finally:  # rank 0 may rename checkpoints, so it alone looks
-        found = broadcast_outcome(found)
-    return found["checkpoint"]
+    return broadcast_values({"checkpoint": checkpoint and str(checkpoint)})["checkpoint"]
 
 
 _held: list[int] = []  # the folder in which this process runs

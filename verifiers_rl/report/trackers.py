@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from verifiers_rl.data import printable
+from verifiers_rl.process.terminal import printable
 from verifiers_rl.report.run_folder import short
 from verifiers_rl.types import Rollout
 

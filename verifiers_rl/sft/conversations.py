@@ -33,11 +33,10 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateError
 
-from verifiers_rl.data import describe_error
 from verifiers_rl.envs.records import without_none
 from verifiers_rl.envs.rendering import as_vllm_renders
 from verifiers_rl.option_rules import ConfigError
-from verifiers_rl.process.terminal import show
+from verifiers_rl.process.terminal import describe_error, show
 from verifiers_rl.process.waiting import WaitingLine
 
 ROLES = ("system", "user", "assistant", "tool")

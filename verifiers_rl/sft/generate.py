@@ -31,11 +31,12 @@ from verifiers_rl.cli.errors import fail, files_error
 from verifiers_rl.cli.plan import check_trainer_options, plan_servers, split_gpus, started_servers
 from verifiers_rl.cli.supervise import LOGS, ThisMachine, supervise
 from verifiers_rl.config import UNTRAINED, RLConfig, default_options
-from verifiers_rl.data import ENDLESS, describe_error
+from verifiers_rl.data import ENDLESS
 from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
 from verifiers_rl.inference.client import InferenceClient, InferenceServerError, generation_key
 from verifiers_rl.json_text import as_json
 from verifiers_rl.process.loop_thread import LoopThread, gather_or_cancel, run_contained
+from verifiers_rl.process.terminal import describe_error
 from verifiers_rl.report.run_folder import WritingError, writing
 from verifiers_rl.sync import ServerPool
 from verifiers_rl.types import Split

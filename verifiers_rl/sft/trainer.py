@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from verifiers_rl.config import ConfigError
 from verifiers_rl.data import example_index
-from verifiers_rl.distributed import broadcast_batch, broadcast_outcome, reduce_over_ranks
+from verifiers_rl.distributed import broadcast_batch, broadcast_values, reduce_over_ranks
 from verifiers_rl.forward import evaluating
 from verifiers_rl.process.terminal import show
 from verifiers_rl.sft.config import SFTConfig
@@ -162,7 +162,7 @@ class SFTTrainer(RLTrainer):
             ends = tokens.end_tokens(source.rows)
             if eval_dataset is not None:
                 self._held_out = make_samples(tokens.of_rows(eval_dataset, "for evaluations"))
-        found = broadcast_outcome({"num_rows": len(source.rows), "ends": ends})
+        found = broadcast_values({"num_rows": len(source.rows), "ends": ends})
         self.steps_per_epoch = math.ceil(found["num_rows"] / args.batch_size)
         if args.max_steps == -1:
             self.args.max_steps = math.ceil(args.num_train_epochs * self.steps_per_epoch)

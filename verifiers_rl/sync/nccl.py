@@ -50,8 +50,8 @@ ERRORS_ARE_OURS = {
 }
 
 
-class NcclError(RuntimeError):
-    """NCCL failed, or did not end in time. Another process may know why."""
+class TransportError(RuntimeError):
+    """NCCL or CUDA IPC failed, or did not end in time. Another process may know why."""
 
 
 _making = threading.Lock()  # groups to several servers are made at once, in one environment
@@ -89,8 +89,9 @@ def make_nccl_group(store: dist.Store, rank: int, world_size: int) -> Any:
             os.environ.update(before)
 
 
-class NcclTransport:
-    """A communicator between the trainer (rank 0) and a server's workers, each with a GPU.
+class ProcessGroupTransport:
+    """Carries buckets from the trainer (rank 0) to a server's workers: over NCCL, if each has a GPU
+    of its own, or on one GPU over CUDA IPC.
 
     It begins to connect at once, in a thread: NCCL waits in its own code until all ranks are there,
     and knows no deadline, so the thread can be left behind.
@@ -157,7 +158,7 @@ class NcclTransport:
 
         Raises:
             GivenUpError: `is_given_up` says so.
-            NcclError: they did not come in time, or NCCL failed.
+            TransportError: they did not come in time, or it failed.
         """
         self._wait_until(lambda: not self._thread.is_alive(), f"connecting over {self.way}")
         self._finish(self._first, f"connecting over {self.way}")
@@ -178,7 +179,7 @@ class NcclTransport:
     def _broadcast(self, buffer: Tensor) -> Callable[[], Tensor]:
         group = self._group
         if group is None:
-            raise NcclError("the connection for weights was closed")
+            raise TransportError("the connection for weights was closed")
         try:
             work = group.broadcast([buffer], FROM_RANK_0)
         except RuntimeError as error:
@@ -203,14 +204,14 @@ class NcclTransport:
         pause_s = 20e-6  # a message of 16 MiB takes a millisecond or less
         while not is_over():
             if self._is_closed:
-                raise NcclError("the connection for weights was closed")
+                raise TransportError("the connection for weights was closed")
             # The last message may end, and the server reply, between the two looks.
             if self._is_given_up() and not is_over():
                 self.close()
                 raise GivenUpError(f"another end left, or failed, during {what}")
             if time.monotonic() - start > self._timeout_s:
                 self.close()
-                raise NcclError(
+                raise TransportError(
                     f"{what} took longer than {self._timeout_s:g} s (vllm_server_timeout)"
                 )
             time.sleep(pause_s)  # CUDA has no event that can be awaited up to a deadline
@@ -222,7 +223,7 @@ class NcclTransport:
         """Close, and return what to raise: if another rank left, NCCL's error only follows."""
         follows = self._is_given_up()
         self.close()
-        return (GivenUpError if follows else NcclError)(f"{self.way} failed: {error}")
+        return (GivenUpError if follows else TransportError)(f"{self.way} failed: {error}")
 
     def abandon(self) -> threading.Thread | None:
         """Abort what is under way, and do not wait for its end. For any thread."""

@@ -82,7 +82,7 @@ class ServerPool:
         clients: one for each server.
         make_sync: makes the `WeightSync` of a server that answers, from its client and what to send
             with LoRA.
-        check_server: raises InferenceServerError if a server of this URL and status is not what the
+        check_status: raises InferenceServerError if a server of this URL and status is not what the
             run needs. Called when it is found.
         check_agreement: compares the logprobs of trainer and server: takes the model, the server's
             client and the model's name there. Raises InferenceServerError if they differ. Called
@@ -101,7 +101,7 @@ class ServerPool:
         self,
         clients: Sequence[InferenceClient],
         make_sync: Callable[..., WeightSync] = WeightSync,
-        check_server: Callable[[str, dict[str, Any]], None] = lambda *_: None,
+        check_status: Callable[[str, dict[str, Any]], None] = lambda *_: None,
         check_agreement: Callable[[nn.Module, InferenceClient, str], None] = lambda *_: None,
         lora_sync: Literal["auto", "adapter", "merged"] = "auto",
         timeout_s: float = 300.0,
@@ -113,7 +113,7 @@ class ServerPool:
         self.model_name = ""
         self.sleeps = False
         self._make_sync = make_sync
-        self._check_server, self._check_agreement = check_server, check_agreement
+        self._check_status, self._check_agreement = check_status, check_agreement
         self._facts: dict[str, Any] = {}  # in which all servers are alike
         self.on_lost: Callable[[str], None] = lambda url: None
         self._lock = threading.RLock()
@@ -373,7 +373,7 @@ class ServerPool:
             )
         self.lora_sync = choose_lora_sync(self.lora_sync, status)
         self.sleeps |= status.get("sleeps", False)
-        self._check_server(replica.url, status)
+        self._check_status(replica.url, status)
         with self._lock:
             if replica.sync is not None:
                 return status  # another thread has found it meanwhile

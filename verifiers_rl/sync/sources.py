@@ -57,6 +57,16 @@ _CAN_BE_SERVED = {
 }
 
 
+def base_of(model: Any) -> Any:
+    """Return the causal LM inside a PEFT model; any other model itself."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
+def adapter_of(model: Any) -> Any:
+    """Return the PEFT config of a model's adapter; None if it has none."""
+    return getattr(model, "peft_config", {}).get("default")
+
+
 def choose_lora_sync(
     wanted: Literal["auto", "adapter", "merged"], status: dict[str, Any]
 ) -> Literal["adapter", "merged"]:
@@ -120,11 +130,6 @@ def _check_values(config: Any, allowed: dict[str, tuple[Any, ...]], reason: str)
             raise ConfigError(f"peft_config.{name}={value!r}: {reason}")
 
 
-def base_of(model: Any) -> Any:
-    """Return the Hugging Face model inside PEFT, or the model itself."""
-    return model.get_base_model() if hasattr(model, "peft_config") else model
-
-
 # --- What travels ---------------------------------------------------------------------------------
 
 
@@ -132,9 +137,8 @@ def what_to_send(
     model: Any, lora_sync: Literal["adapter", "merged"]
 ) -> tuple[dict[str, Source], AdapterConfig | None]:
     """Return the tensors that travel, and their config if they are an adapter."""
-    if not hasattr(model, "peft_config"):
+    if (config := adapter_of(model)) is None:
         return in_checkpoint_form(model, full_sources(model)), None
-    config = model.peft_config["default"]
     check_adapter(config, lora_sync)
     if lora_sync == "merged" or config.modules_to_save:
         # vLLM takes no fully trained modules inside an adapter.
@@ -183,7 +187,7 @@ def adapter_sources(model: Any) -> tuple[dict[str, Source], AdapterConfig]:
     """Return a PEFT model's LoRA tensors by PEFT's names, and their config."""
     from peft import get_peft_model_state_dict
 
-    config = model.peft_config["default"].to_dict()
+    config = adapter_of(model).to_dict()
     targets = config["target_modules"]
     config["target_modules"] = [targets] if isinstance(targets, str) else sorted(targets)
     # Not from model.state_dict(): ZeRO-3 can gather the parameters themselves only.

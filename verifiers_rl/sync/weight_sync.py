@@ -49,7 +49,7 @@ from verifiers_rl.inference import (
     ServerLostError,
 )
 from verifiers_rl.process.waiting import WaitingLine
-from verifiers_rl.sync.nccl import NcclError, NcclTransport, SharedBucket, gpu_uuid
+from verifiers_rl.sync.nccl import ProcessGroupTransport, SharedBucket, TransportError, gpu_uuid
 from verifiers_rl.sync.plan import ADAPTER_NAME, AdapterConfig, TransferPlan
 from verifiers_rl.sync.shared_buffers import GivenUpError
 from verifiers_rl.sync.sources import Source, buckets_of, what_to_send
@@ -138,7 +138,7 @@ class WeightSync:
         self.connection: str | None = None
         self.num_pushes = 0
         self._connecting = threading.Lock()  # else a look at the server takes it for another's
-        self._nccl: NcclTransport | None = None
+        self._transport: ProcessGroupTransport | None = None
         self._request: ControlRequest | None = None  # the last one
 
     @property
@@ -165,7 +165,7 @@ class WeightSync:
             try:
                 self._connect(model, sources, adapter)
             except ServerLostError as error:
-                if self._nccl is None:  # HTTP, or another thread has given all of this up
+                if self._transport is None:  # HTTP, or another thread has given all of this up
                     raise
                 self.client.status()  # raises its error, if it is the server that is lost
                 if self.backend == "nccl":
@@ -195,7 +195,7 @@ class WeightSync:
         self._request = None  # of the connection before
         if backend != "http":
             largest = max(bucket.num_bytes for bucket in self.plan.buckets)
-            self._nccl = NcclTransport(
+            self._transport = ProcessGroupTransport(
                 0,
                 1 + status["world_size"],
                 device,
@@ -204,7 +204,7 @@ class WeightSync:
                 is_given_up=lambda: self._request is not None and self._request.has_reply(),
                 make_group=partial(SharedBucket, device, largest) if backend == "ipc" else None,
             )
-            unique_id = self._by_nccl(self._nccl.unique_id)
+            unique_id = self._by_transport(self._transport.unique_id)
             fields["unique_id"] = base64.b64encode(unique_id).decode()
         # The server refuses other trainers until this request is closed, or this process ends, in
         # whatever way. So its reply stays open.
@@ -212,8 +212,8 @@ class WeightSync:
             "/weight_sync/connect", fields, self.timeout_s
         )
         self._hold.begin()
-        if self._nccl is not None:
-            self._by_nccl(self._nccl.wait_until_connected)
+        if self._transport is not None:
+            self._by_transport(self._transport.wait_until_connected)
         self.connection = self._hold.answer(self._answer_s, stays_open=True)["connection"]
         self.num_pushes = 0
 
@@ -224,16 +224,16 @@ class WeightSync:
             "policy_version": policy_version,
             "timeout_s": self.timeout_s,
         }
-        num_bytes = self.plan.num_bytes if self._nccl is None else 0
+        num_bytes = self.plan.num_bytes if self._transport is None else 0
         path = f"/weight_sync/receive?{urlencode(fields)}"
         self._request = self.client.post(path, None, self.timeout_s, num_bytes)
         self._request.begin()
 
     def send(self, bucket: Tensor) -> None:
         """Send the next bucket of the plan, packed: (num_bytes,) uint8."""
-        nccl, request = self._nccl, self._request
-        if nccl is not None:
-            self._by_nccl(lambda: nccl.send(bucket))
+        transport, request = self._transport, self._request
+        if transport is not None:
+            self._by_transport(lambda: transport.send(bucket))
         elif request is not None:
             array: Any = bucket.cpu().numpy()  # numpy's types lack the buffer protocol
             request.write(memoryview(array))
@@ -249,11 +249,11 @@ class WeightSync:
         """Deadline of a reply, behind the server's own deadlines, whose errors say more."""
         return 3 * self.timeout_s + 60.0
 
-    def _by_nccl(self, work: Callable[[], Any]) -> Any:
+    def _by_transport(self, work: Callable[[], Any]) -> Any:
         """Do our part of a collective. If that fails, the server's reply may say why."""
         try:
             return work()
-        except (NcclError, GivenUpError) as error:
+        except (TransportError, GivenUpError) as error:
             reason = f"weights to {self.client.base_url}: {error}"
             if self._request is not None:
                 try:
@@ -293,13 +293,13 @@ class WeightSync:
         """Give up the connection and release the server, without waiting for a push that may be
         unfinished: the server hears of it. The next push connects again.
         """
-        nccl, self._nccl, self.connection = self._nccl, None, None
+        transport, self._transport, self.connection = self._transport, None, None
         if self._request:
             self._request.give_up()
         if self._hold:
             self._hold.close()
-        if nccl:
-            nccl.abandon()
+        if transport:
+            transport.abandon()
 
 
 def push_to_all(
@@ -327,28 +327,28 @@ def push_to_all(
         Interrupted: a signal asks the run to end.
     """
     sources, adapter = what_to_send(model, syncs[0].lora_sync)
-    together = Together(syncs)
+    servers = ServerThreads(syncs)
     try:
-        together.begin(lambda sync: sync.connect(model, sources, adapter))
-        together.begin(lambda sync: sync.begin_push(policy_version))
-        together.wait()
-        for sync in together.living[:1]:  # all have the same plan
+        servers.begin(lambda sync: sync.connect(model, sources, adapter))
+        servers.begin(lambda sync: sync.begin_push(policy_version))
+        servers.wait()
+        for sync in servers.living[:1]:  # all have the same plan
             for bucket in buckets_of(sync.plan, sources, model):
-                together.begin(methodcaller("send", bucket))
-                if not together.living:
+                servers.begin(methodcaller("send", bucket))
+                if not servers.living:
                     break
-        together.begin(methodcaller("finish_push"))
-        together.wait()
+        servers.begin(methodcaller("finish_push"))
+        servers.wait()
     except BaseException:
-        for sync in together.living:
+        for sync in servers.living:
             sync.close()  # which ends what its thread does
         raise
     finally:
-        together.threads.shutdown(wait=False)
-    return [together.errors.get(sync) for sync in syncs]
+        servers.threads.shutdown(wait=False)
+    return [servers.errors.get(sync) for sync in syncs]
 
 
-class Together:
+class ServerThreads:
     """Work with several servers at once, each on a thread of its own.
 
     Attributes:
