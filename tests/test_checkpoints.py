@@ -6,7 +6,8 @@ import re
 import shlex
 import shutil
 import signal
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -212,6 +213,24 @@ def test_an_error_anywhere_costs_no_step_that_is_done(make_run, folder, capfd, p
     assert read_run(folder)["status"] == "failed"
     resume(make_run, save_steps=100)
     assert steps_of(folder)[-4:] == [4, 5, 6, 6]
+    assert {row["step"] for row in read_rollouts(folder)} == {1, 2, 3, 4, 5, 6}
+
+
+def test_an_error_that_a_callback_has_caught_costs_no_later_step(make_run, folder):
+    trainer = make_run(save_steps=100)
+
+    def fail(state):
+        if state.global_step == 3:
+            raise ValueError("it broke")
+        if state.global_step == 1:
+            with suppress(ValueError):
+                trainer._on_rank_0(partial(int, "no number"))
+
+    trainer.add_callback(on("on_step_end", fail))
+    trainer.add_callback(on("on_save", lambda state: {}["of a tracker"]))
+    with pytest.raises(ValueError, match="it broke"):
+        trainer.train()
+    assert checkpoints_of(folder) == ["checkpoint-1", "checkpoint-3"]
 
 
 def test_weights_that_the_optimizer_has_changed_in_part_are_not_saved(make_run, folder):
@@ -357,7 +376,7 @@ def test_checkpoints_behind_the_one_that_is_resumed_are_set_aside(make_run, fold
         make_run(callbacks=[ends_at(4)]).train(resume_from_checkpoint=f"{folder}/checkpoint-2")
     assert newest_checkpoint(folder).name == "checkpoint-3"
     resume(make_run)
-    assert steps_of(folder)[-4:] == [4, 5, 6, 6]
+    assert steps_of(folder) == [1, 2, 3, 4, 5, 6, 6]
     assert names_of(folder / "_abandoned") == ["checkpoint-4", "checkpoint-6"]
     make_run(max_steps=1, overwrite_output_dir=True).train()
     assert not (folder / "_abandoned").exists()

@@ -130,7 +130,7 @@ def test_what_a_reward_function_changes_in_a_row_no_other_call_sees():
     lock = threading.Lock()
     rows = [{"prompt": "a", "answers": [{"of": "5"}], "lock": lock}, {"prompt": "b", "lock": lock}]
 
-    def pops(completion, answers=()):
+    def pops(completion, answers=(), lock=None):
         return len(answers and answers.pop().popitem())
 
     def counts(answers=(), **row):

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from transformers import TrainerCallback
 
-from tests.helpers import load_example, write_model
+from tests.helpers import load_example, worker_pids, write_model
 from tests.troubled_env import num_letters
 from verifiers_rl import RLConfig, RLTrainer, env_from
 
@@ -77,8 +77,7 @@ def test_a_run_outlives_a_server_and_a_worker_and_uses_a_server_that_comes_back(
         while num_serving() < 3:
             yield
         yield
-        worker = trainer.orchestrator.env.parts["train"][0].runner.pool.workers[0]
-        threads.submit(kill_when_it_generates, servers[0], worker._process.pid)
+        threads.submit(kill_when_it_generates, servers[0], worker_pids()[0])
         while len(killed) < 2:
             yield
         yield from range(2)

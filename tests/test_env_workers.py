@@ -24,6 +24,7 @@ from tests.helpers import (
     only_runner,
     run_python,
     values_of,
+    worker_pids,
 )
 from tests.test_environments_v1 import (  # noqa: F401
     HERE,
@@ -104,13 +105,6 @@ def errors_of(groups):
     return [rollout.error for group in groups for rollout in group]
 
 
-def pids():
-    """The worker processes of this one."""
-    children = Path("/proc/self/task").glob("*/children")
-    found = [int(pid) for path in children for pid in path.read_text().split()]
-    return [pid for pid in found if b"made_there" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-
-
 DIFFERENT = {"samples": [], "record": b"", "generation_s": 0.0}  # in two runs
 FOREIGN = WeightedEnv(
     {"taskset": {"id": "small_tasks", "num_tasks": 3}}, "env", python=sys.executable, folders=[HERE]
@@ -152,9 +146,9 @@ def test_a_worker_that_dies_or_stops_is_replaced_and_its_groups_begin_again(
     tmp_path, impatient, caplog, question, status
 ):
     async def use(run, pool):
-        before = pids()
+        before = worker_pids()
         groups = await asyncio.gather(run(question), run("sleep"))
-        return before, groups, pids()
+        return before, groups, worker_pids()
 
     before, groups, after = survive(tmp_path, use, timeout_s=2.0)
     assert errors_of(groups) == [None] * 4
@@ -175,7 +169,7 @@ def test_a_worker_that_only_dies_ends_the_run(tmp_path, monkeypatch):
 
 def test_an_environment_that_dies_raises_prints_or_forks_costs_its_own_rollouts(tmp_path, capfd):
     async def use(run, pool):
-        score = Path(f"/proc/{pids()[0]}/oom_score_adj").read_text()
+        score = Path(f"/proc/{worker_pids()[0]}/oom_score_adj").read_text()
         assert int(score) == 500  # without memory, Linux ends the worker, not the trainer
         names = ("die", "raise", "print", "be well", "fork", "sleep")
         return await asyncio.gather(*map(run, names))

@@ -76,6 +76,8 @@ def test_a_failed_episode_counts_as_one_whoever_plays_in_the_others():
     assert (found["reward"], found["error_share"], found["pass@4"]) == (0.75, 0.25, 1.0)
     assert batch_metrics(chosen, 4)["error_share"] == 0.25
     assert evaluation_metrics([[failed(), failed()]], 2)["reward"] == 0.0
+    # A group that fails as a whole may have one rollout that says so.
+    assert evaluation_metrics([[failed()]], 2)["error_share"] == 1.0
 
 
 def test_the_mean_of_a_metric_is_over_the_rollouts_that_have_it():

@@ -656,6 +656,14 @@ def test_a_metric_for_the_best_model_that_evaluations_lack_is_named_with_those_t
     assert best("score", {"reward": 0.0, "error_share": 1.0}) == 0.0
 
 
+def test_evaluations_of_a_source_of_ones_own_need_no_reward(make_trainer):
+    source = StubSource()
+    end = source.end_evaluation
+    source.end_evaluation = lambda: ({"bleu": 3.0}, end()[1])
+    metrics = make_trainer(source=source).evaluate()
+    assert metrics["eval_bleu"] == 3.0 and "eval_reward" not in metrics
+
+
 def test_evaluate_called_in_training_gives_its_metrics_at_once(make_trainer, folder):
     got = []
     evaluate = on("on_step_end", lambda state: got.append(trainer.evaluate()["eval_reward"]))

@@ -89,7 +89,7 @@ class Checkpoints(TrainerCallback):
         self._trainer = trainer
         self._folder = Path(trainer.args.output_dir)
         self._hosts: HostGroup | None = None
-        self._is_running = False
+        self._is_end_new = False  # whether an end of the run would be told, and saved
         self.kept: dict[str, Stateful] = {"position": self, "evaluations": trainer.evaluations}
         if trainer.orchestrator is not None:
             self.kept["orchestrator"] = trainer.orchestrator
@@ -103,7 +103,7 @@ class Checkpoints(TrainerCallback):
     @contextmanager
     def of_run(self, hosts: HostGroup | None, resume: str | None) -> Iterator[None]:
         """Enter this around a run from the checkpoint `resume`, or from the start."""
-        self._hosts, self._resumed, self._is_running = hosts, resume, True
+        self._hosts, self._resumed, self._is_end_new = hosts, resume, True
         self._saved_step, self.can_repeat_step = None, True
         self._trainer._window.steps = []  # those of a run before
         args = self._trainer.args  # the optimizer keeps its own; of the weights, no other can go on
@@ -114,7 +114,7 @@ class Checkpoints(TrainerCallback):
         try:
             yield
         finally:
-            self._hosts, self._is_running = None, False
+            self._hosts, self._is_end_new = None, False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if args.local_process_index == 0:
@@ -159,7 +159,7 @@ class Checkpoints(TrainerCallback):
         self._options = state["options"]
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.can_repeat_step = True
+        self.can_repeat_step = self._is_end_new = True
 
     # --- Saving -----------------------------------------------------------------------------------
 
@@ -195,12 +195,12 @@ class Checkpoints(TrainerCallback):
         """Save a checkpoint of the steps done so far, where the run ends inside a step, unless
         save_strategy is "no", and say where the newest one is. A full disk or a broken GPU costs
         the checkpoint, and does not hide the other reason for which the run ends. Every rank calls
-        this. Outside of a run, or again, it does nothing.
+        this. Outside of a run, or again at this step, it does nothing.
         """
         trainer, step = self._trainer, self._trainer.state.global_step
-        if not self._is_running:
+        if not self._is_end_new:
             return
-        self._is_running = False  # the same error may come here again
+        self._is_end_new = False  # the same error may come here again
         try:
             if step not in (0, self._saved_step):
                 trainer.evaluations.log_ended()
@@ -209,7 +209,7 @@ class Checkpoints(TrainerCallback):
                     trainer.control = trainer.callback_handler.on_save(
                         trainer.args, trainer.state, trainer.control
                     )
-        except (OSError, RuntimeError) as error:
+        except Exception as error:  # of a disk, a GPU, a callback
             logger.error(f"no checkpoint of the steps so far: {error}")
         if trainer.is_world_process_zero():
             newest = newest_checkpoint(self._folder)

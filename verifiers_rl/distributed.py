@@ -173,20 +173,24 @@ def reduce_over_ranks(numbers: torch.Tensor, op: Any = distributed.ReduceOp.SUM)
     return reduced
 
 
+class NotFiniteError(FloatingPointError):
+    """The loss or the gradient of a batch is infinite or NaN. Every rank raises this."""
+
+
 def raise_if_not_finite(loss: torch.Tensor) -> None:
-    """Raise FloatingPointError on every rank if any rank's loss is infinite or NaN. The optimizer
+    """Raise NotFiniteError on every rank if any rank's loss is infinite or NaN. The optimizer
     would carry it into all weights.
     """
     total = reduce_over_ranks(loss)
     if not torch.isfinite(total):
-        raise FloatingPointError(
+        raise NotFiniteError(
             f"the loss of this batch is {total.item()}; no step is taken with it. Look at what "
             "loss_fn makes of extreme ratios, and at the rewards"
         )
 
 
 def raise_if_gradient_not_finite(model: torch.nn.Module) -> None:
-    """Raise FloatingPointError on every rank if any rank's gradient is infinite or NaN, even though
+    """Raise NotFiniteError on every rank if any rank's gradient is infinite or NaN, even though
     its loss is finite. Clipping would turn all gradients into NaN, and the optimizer all weights.
     """
     norm_of_deepspeed: Any = getattr(model, "get_global_grad_norm", None)
@@ -200,7 +204,7 @@ def raise_if_gradient_not_finite(model: torch.nn.Module) -> None:
     # Moved to the model's device: without any gradient, the norm is on the CPU.
     is_bad = (~torch.isfinite(largest)).float().to(next(model.parameters()).device)
     if reduce_over_ranks(is_bad):
-        raise FloatingPointError(
+        raise NotFiniteError(
             "the gradient of this batch is infinite or NaN, and its loss is not; no step is taken "
             "with it. Look at what the derivative of loss_fn is where the importance ratio is 1: "
             "that of a square root or a norm is infinite at 0"

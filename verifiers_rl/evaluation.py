@@ -72,15 +72,21 @@ class Evaluations(TrainerCallback):
             return
         start = time.monotonic()
         metrics, self.groups[self._running] = self._trainer.orchestrator.end_evaluation()
-        best = (self._trainer.args.metric_for_best_model or "reward").removeprefix("eval_")
-        if best not in metrics and metrics.get("error_share") != 1:
-            raise ConfigError(
-                f"metric_for_best_model={best!r}: evaluations have {', '.join(metrics)}; set one "
-                "of these. With eval_on_start=True, a run says it before its first step"
-            )
-        # A failed rollout counts as 0.
-        self.ended[self._running] = {best: 0.0, **metrics, "wait_s": time.monotonic() - start}
+        best = (self._trainer.args.metric_for_best_model or "").removeprefix("eval_")
+        if best and best not in metrics:
+            if metrics.get("error_share") != 1:
+                raise ConfigError(
+                    f"metric_for_best_model={best!r}: evaluations have {', '.join(metrics)}; set "
+                    "one of these. With eval_on_start=True, a run says it before its first step"
+                )
+            metrics[best] = 0.0  # as a failed rollout counts
+        self.ended[self._running] = {**metrics, "wait_s": time.monotonic() - start}
         self._running = None
+
+    def finish(self) -> None:
+        """Wait for the evaluations that run or are due."""
+        self.begin()
+        self.end()
 
     def begin_again(self) -> None:
         """Evaluate this step's weights in place of those of a running evaluation, which was
@@ -89,16 +95,10 @@ class Evaluations(TrainerCallback):
         if self._running is not None:
             self._running, self.is_due = None, True
 
-    def on_train_end(self, args: Any, *others: Any, **kwargs: Any) -> None:
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Wait for the evaluations that run or are due, and log them."""
-
-        def end() -> None:
-            self.begin()
-            self.end()
-
-        if args.eval_strategy != "no":
-            self._trainer._on_rank_0(end)
-            self.log_ended()
+        self._trainer._on_rank_0(self.finish)
+        self.log_ended()
 
     def log_ended(self, prefix: str = "eval") -> dict[str, float]:
         """Log the results of evaluations that have ended on rank 0 since the last call, each at the
@@ -109,16 +109,17 @@ class Evaluations(TrainerCallback):
             prefix: of the names of the current step's metrics; earlier ones have "eval".
         """
         ended = broadcast_values({str(step): results for step, results in self.ended.items()})
-        self.ended = {}
         trainer, state = self._trainer, self._trainer.state
         now = state.global_step, state.epoch
         current: dict[str, float] = {}
-        for step, results in ended.items():
-            is_current = int(step) == now[0]
+        for key, results in ended.items():
+            step = int(key)
+            self.ended.pop(step, None)  # on rank 0. If a callback fails, the others stay
+            is_current = step == now[0]
             own_prefix = prefix if is_current else "eval"
             metrics = {f"{own_prefix}_{name}": value for name, value in results.items()}
             if not is_current:
-                state.global_step, state.epoch = int(step), int(step) / state.max_steps
+                state.global_step, state.epoch = step, step / state.max_steps
             try:
                 trainer.log(metrics)
                 trainer.control = trainer.callback_handler.on_evaluate(

@@ -285,7 +285,8 @@ def check_policy(
     if groups and trained - {id(weight) for group in groups for weight in group["params"]}:
         raise ConfigError(
             "optimizers: it lacks trained weights, such as those of an adapter that is added here; "
-            "make it of a model with its adapter (get_peft_model), or pass optimizer_cls_and_kwargs"
+            "make it of a model with its adapter (get_peft_model), pass optimizer_cls_and_kwargs, "
+            "or freeze these weights (requires_grad = False)"
         )
     if _unties(model):
         raise ConfigError(

@@ -47,6 +47,7 @@ from verifiers_rl.checkpoints import Checkpoints, SavingTrainer, check_final, se
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.data import ExampleOrder
 from verifiers_rl.distributed import (
+    NotFiniteError,
     accumulating,
     broadcast_batch,
     broadcast_values,
@@ -77,7 +78,7 @@ from verifiers_rl.report.metrics import (
 )
 from verifiers_rl.report.recording import RunFiles
 from verifiers_rl.report.run_folder import enter_run_folder
-from verifiers_rl.sync.sources import base_of, gathering
+from verifiers_rl.sync.sources import adapter_of, base_of, gathering
 from verifiers_rl.types import Batch, BatchSource, WeightSink
 from verifiers_rl.wiring import Replaced, check_arguments, make_source_and_sink
 
@@ -148,8 +149,8 @@ class RLTrainer(SavingTrainer):
         self.loss_fn = checked(args.complete_loss(loss_fn), self)
         set_seed(args.seed)  # also determines the weights of a new adapter
         policy = load_policy(model, args, peft_config)
-        own_optimizer = trainer_kwargs.get("optimizers", [None])[0]
-        check_policy(policy, args, needs_of(self.loss_fn), own_optimizer)
+        optimizers = trainer_kwargs.get("optimizers", [])
+        check_policy(policy, args, needs_of(self.loss_fn), *optimizers[:1])
         check_final(policy, args)
         if args.process_index == 0:
             self.orchestrator, self.weight_sync = make_source_and_sink(
@@ -178,12 +179,9 @@ class RLTrainer(SavingTrainer):
             self.checkpoints.kept["adaptive_kl"] = adaptive_kl
         # Trainer's own progress bar or printer, which it adds last. `RunFiles` prints.
         self.callback_handler.callbacks.pop()
-        if not args.disable_tqdm:
-            self.add_callback(ShortProgress())
-        for callback in (self._files, self._window):
-            self.add_callback(callback)
-        # Before others close files, or fail.
-        self.callback_handler.callbacks[:0] = [self.evaluations, self.checkpoints]
+        progress = [] if args.disable_tqdm else [ShortProgress()]
+        ours = [self.evaluations, self.checkpoints, *progress, self._files, self._window]
+        self.callback_handler.callbacks[:0] = ours  # before others close files, or fail
 
     # --- The loss ---------------------------------------------------------------------------------
 
@@ -436,8 +434,7 @@ class RLTrainer(SavingTrainer):
         def now() -> None:
             self.orchestrator.wait()
             self.evaluations.is_due = True
-            self.evaluations.begin()
-            self.evaluations.end()
+            self.evaluations.finish()
 
         self._on_rank_0(now)
         return self.evaluations.log_ended(metric_key_prefix)
@@ -448,7 +445,7 @@ class RLTrainer(SavingTrainer):
         """Let an evaluation begin with the next push, and go on training. Trainer calls this
         between two steps. If `metric_for_best_model` is set, as for `load_best_model_at_end`,
         `save_strategy="best"` and early stopping, Trainer needs the result at once and gets it. So
-        does a callback that has asked for an evaluation (`should_evaluate`).
+        does, without `eval_strategy`, a callback that has asked for an evaluation.
         """
         self.control.should_evaluate = False
         if skip_scheduler and self.state.global_step:  # eval_on_start, and the run began before
@@ -457,7 +454,7 @@ class RLTrainer(SavingTrainer):
         if (
             self.evaluates_at_once
             or self.args.metric_for_best_model
-            or self.args.eval_strategy == "no"  # a callback has asked
+            or (self.args.eval_strategy == "no" and not skip_scheduler)  # a callback has asked
         ):
             return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
         return {}  # `_next_batch` logs the result later
@@ -482,8 +479,7 @@ class RLTrainer(SavingTrainer):
             raise RuntimeError(
                 "with DeepSpeed, train() works once per RLTrainer; make a new one, or resume"
             )
-        adapter = getattr(self.model, "peft_config", {}).get("default")
-        resume = enter_run_folder(self.args, resume_from_checkpoint, adapter)
+        resume = enter_run_folder(self.args, resume_from_checkpoint, adapter_of(self.model))
         hosts = host_group()
         with (
             self._interrupts.handled(hosts, self.is_world_process_zero()),
@@ -494,7 +490,7 @@ class RLTrainer(SavingTrainer):
                 parts.enter_context(self._files.open())
                 parts.enter_context(self.checkpoints.of_run(hosts, resume))
             # Of several ranks, one may fail alone, and the others would not save with it.
-            of_all = FloatingPointError if self.args.world_size > 1 else Exception
+            of_all = NotFiniteError if self.args.world_size > 1 else Exception
             try:
                 result = super().train(resume, *args, **kwargs)
             except (of_all, Interrupted):

@@ -67,9 +67,7 @@ class ExampleTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
         values, scores = {**self.row, REPLY: reply}, dict[str, float]()
         for name, _, reward_fn, parameters in self.rewards:
             # A column that only other rows have is left to the parameter's default.
-            own = {one: values[one] for one in parameters if one in values}
-            with suppress(Exception):  # a lock in a row cannot be copied, and is shared
-                own = copy.deepcopy(own)  # others must not see what the function changes
+            own = {one: _copied(values[one]) for one in parameters if one in values}
             given = reward_fn(**own)
             if inspect.isawaitable(given):
                 given = await given
@@ -84,6 +82,13 @@ class ExampleTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
                     "number"
                 )
         return scores
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy, so that others do not see what a function changes in it."""
+    with suppress(Exception):
+        return copy.deepcopy(value)
+    return value  # a lock cannot be copied, and is shared
 
 
 def _as_verifiers(message: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -69,7 +70,8 @@ class TokenClientConfig(vf.TrainClientConfig):
 
     def of_episode(self, request: GroupRequest, session: RolloutSession) -> TokenClientConfig:
         client = self.model_copy()  # to check its fields takes longer
-        client._sampling, client._session, client._said = request.sampling_args, session, {}
+        client._sampling, client._session = request.sampling_args, session
+        client._said = defaultdict(list)
         return client
 
     def warn_of_bias(self, agent: str, request: Mapping[str, Any]) -> None:
@@ -91,7 +93,7 @@ class TokenClientConfig(vf.TrainClientConfig):
         """Return all that the policy has said in a trace, also what the environment has put other
         replies in the place of.
         """
-        return self._said.get(trace.id, [])
+        return self._said[trace.id]
 
     def check(self, trace: vf.Trace, is_trained: bool) -> None:
         """Raise ValueError if a trace's tokens are not of the run's model and temperature. Nothing
@@ -176,7 +178,7 @@ class TokenClient(vf.Client):
             prompt_ids=prompt_ids, completion_ids=token_ids, completion_logprobs=logprobs
         )
         said = Said(turn, response.message, Turn(prompt_ids, reply))
-        episode._said.setdefault(turn.trace.id, []).append(said)
+        episode._said[turn.trace.id].append(said)
         return response
 
 

@@ -106,7 +106,9 @@ def _survivors(groups: Groups) -> list[Rollout]:
 
 
 def _error_share(groups: Groups, num_rollouts: int) -> float:
-    num_failed = sum(rollout.error is not None for group in groups for rollout in group)
+    failed = [[rollout.error is not None for rollout in group] for group in groups]
+    # A group that fails as a whole may have one rollout that says so.
+    num_failed = sum(num_rollouts if all(each) else sum(each) for each in failed)
     return num_failed / (len(groups) * num_rollouts)
 
 

@@ -207,7 +207,7 @@ def enter_run_folder(args: Any, resume: bool | str | None, adapter: Any = None) 
             if checkpoint is not None:
                 raise_if_damaged(checkpoint, reads_all=True)
                 saved = rl_state_of(checkpoint)["position"]["options"]
-                if adapter is not None:
+                if adapter is not None and (checkpoint / ADAPTER).exists():
                     saved |= vars(type(adapter).from_pretrained(checkpoint))
                 for name in (*OF_OPTIMIZER, *OF_WEIGHTS):
                     now = getattr(adapter, name, getattr(args, name, None))
