@@ -225,7 +225,7 @@ class Ours:
     def begin(self) -> Future[Any]:
         self.orchestrator.submit(self.step, self.bench.model, 0)
         self.step += 1
-        return self.orchestrator._pending[0][0]
+        return self.orchestrator._pending[0].result
 
     def end(self, num_turns: int) -> None:
         batch = self.orchestrator.get()
