@@ -1,11 +1,18 @@
-"""A signal that one of two ranks gets, under FSDP2 and DeepSpeed: gloo, on the CPU."""
+"""A signal or an error that one of two ranks gets: gloo, on the CPU."""
 
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM
 
-from tests.helpers import make_tiny_model, run_script, skip_without_deepspeed, write_model
+from tests.helpers import (
+    TWO_RANKS,
+    make_tiny_model,
+    run_python,
+    run_script,
+    skip_without_deepspeed,
+    write_model,
+)
 from verifiers_rl.report.run_folder import read_metrics
 
 SCRIPT = """
@@ -104,3 +111,53 @@ def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(tmp_path, kind):
     for other in logits[1:]:
         torch.testing.assert_close(other, logits[0], rtol=1e-4, atol=1e-5)
     assert (make_tiny_model()(input_ids=ids).logits - logits[0]).abs().max() > 1e-4
+
+
+FAILS = """
+import sys
+from pathlib import Path
+from tests.helpers import StubSink, StubSource, load_example
+from verifiers_rl import RLConfig, RLTrainer
+
+folder, loss = sys.argv[1:]
+
+
+class Fails(RLTrainer):
+    def microbatch_loss(self, *args):
+        own = super().microbatch_loss(*args)
+        if self.args.process_index == 1:
+            if loss == "raises":
+                raise FloatingPointError("of rank 1 alone")
+            own = own * float("nan")
+        return own
+
+
+args = RLConfig(
+    output_dir=f"{folder}/run", use_cpu=True, use_lora=False, batch_size=16, max_steps=1,
+    rollouts_per_example=4, max_seq_len=32, disable_tqdm=True, learning_rate=1e-3, ddp_timeout=60,
+)
+trainer = Fails(
+    f"{folder}/base", None, args, load_example("warm_start").make_tokenizer(),
+    orchestrator=StubSource(16), weight_sync=StubSink(),
+)
+rank = args.process_index
+trainer.checkpoints.save_or_say = Path(folder, f"saved-{rank}").touch
+try:
+    trainer.train()
+except FloatingPointError:
+    Path(folder, f"failed-{rank}").touch()
+    sys.exit(1)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "loss, marks",
+    [("raises", ["failed-1"]), ("is NaN", ["failed-0", "failed-1", "saved-0", "saved-1"])],
+)
+def test_what_one_rank_raises_alone_waits_for_no_other(tmp_path, loss, marks):
+    """To save a checkpoint, all ranks must come, as they do where the loss of a batch is NaN."""
+    write_model(tmp_path / "base")
+    (script := tmp_path / "script.py").write_text(FAILS)
+    run_python(*TWO_RANKS, script, tmp_path, loss, status=1, OMP_NUM_THREADS="1")
+    assert sorted(path.name for path in tmp_path.glob("*ed-?")) == marks
